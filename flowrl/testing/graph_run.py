@@ -24,7 +24,7 @@ from flowrl.runtime.checkpoints import resume as resuming
 from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.job import RunOptions
-from flowrl.runtime.driver.launch import Launch, PreparedRun
+from flowrl.runtime.driver.launch import Launch, RunStart
 from flowrl.runtime.telemetry import metrics
 from flowrl.testing.clock import VirtualClock, run_on
 from flowrl.testing.local_hosts import KeptView, LocalCluster
@@ -110,32 +110,32 @@ def run_graph(
     directory = RunDir(run_dir)
     directory.claim(resume=resume)
     try:
-        ran = _driven(_prepared(launch, directory, graph, cluster), timeout_s, clock)
+        ran = _driven(launch, _find_start(launch, directory, graph, cluster), timeout_s, clock)
     finally:
         directory.release()
     return ran.raise_for_error() if must_succeed else ran
 
 
-def _prepared(launch: Launch, directory: RunDir, graph: Graph, cluster: Cluster) -> PreparedRun:
-    """The launch after its checks, with the checkpoint that a resumed run continues from."""
+def _find_start(launch: Launch, directory: RunDir, graph: Graph, cluster: Cluster) -> RunStart:
+    """The start of the launch after its checks, with the checkpoint that a resumed run continues from."""
     version, resume_from = directory.newest_checkpoint() if launch.options.resume else (0, None)
     plan = make_plan(graph, cluster)
     if resume_from is None:
         launch.describe(directory, plan)
-        return PreparedRun(launch, directory, plan, version, None, {})
+        return RunStart(directory, plan)
     versions = resuming.require(resume_from, graph, plan, launch.options.seed)
-    return PreparedRun(launch, directory, plan, version, resume_from, versions)
+    return RunStart(directory, plan, version, resume_from, versions)
 
 
-def _driven(prepared: PreparedRun, timeout_s: float, clock: VirtualClock | None) -> GraphRun:
+def _driven(launch: Launch, start: RunStart, timeout_s: float, clock: VirtualClock | None) -> GraphRun:
     view = KeptView()
 
     async def drive() -> Outcome:
         async with asyncio.timeout(timeout_s):
-            return await prepared.drive(cast(Any, LocalCluster()), view)
+            return await launch.drive(start, cast(Any, LocalCluster()), view)
 
     try:
         outcome = run_on(HostLoop, drive()) if clock is None else clock.run(drive())
     except Exception as error:  # a test examines whatever the run raises
-        return GraphRun(prepared.directory.path, None, error, view)
-    return GraphRun(prepared.directory.path, outcome, None, view)
+        return GraphRun(start.directory.path, None, error, view)
+    return GraphRun(start.directory.path, outcome, None, view)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flowrl import Cluster, Machine
 from flowrl.graph.analysis.plan import Plan, make_plan
-from flowrl.runtime.driver.resources import claims
+from flowrl.runtime.driver.resources import process_slots
 from tests.graph.graph_nodes import grpo
 
 
@@ -48,7 +48,7 @@ def test_cores_that_are_left_are_reserved_once(cores: int, gpus: int, turns: boo
     plan = on_gpus(cores, gpus, turns=turns, replicas=replicas)
     if plan.homeless:
         return
-    assert sum(claim.cpus for claim in claims(plan.hosts).values()) <= cores
+    assert sum(slot.cpus for slot in process_slots(plan.hosts)) <= cores
     mine = [host for host in plan.hosts if host.gpus]
     for one, other in itertools.combinations(mine, 2):
         ranks = one.name.startswith("trainer") and other.name.startswith("trainer")  # on few cores they share them

@@ -229,7 +229,7 @@ BROAD_EXCEPTS = {
     "wire/activity.py: Lease.begin",
     "wire/activity.py: _hook",
     "runtime/driver/ray_cluster.py: RayCluster.start",
-    "runtime/driver/ray_start.py: _call",
+    "runtime/driver/ray_start.py: _call_and_wait",
     "runtime/driver/driver.py: Driver.run",
     "runtime/process/actor.py: ProcessActor._run_loop",
     "runtime/process/context.py: _call_in_thread",

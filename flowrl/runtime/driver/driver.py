@@ -18,6 +18,7 @@ lost process, before that, or by its caller, but not by both.
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,11 +35,14 @@ from flowrl.runtime.driver.locks import BatchEnd, Locks
 from flowrl.runtime.driver.lookout import LOOK_EVERY_S, Lookout, Topology
 from flowrl.runtime.driver.phases import Phases
 from flowrl.runtime.driver.ray_cluster import RayCluster
-from flowrl.runtime.driver.run_checkpoints import RunCheckpoints, SharedDevices
+from flowrl.runtime.driver.run_checkpoints import RunCheckpoints, lend_to_trainers
 from flowrl.runtime.driver.run_processes import Orders, RunProcesses
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.telemetry.view import View
 from flowrl.wire.endpoint import Endpoint
+
+Evaluations = dict[str, dict[str, float]]
+"""Phase -> the figures of its evaluation."""
 
 STOP_AT_ONCE_S = 1.0
 GENERATORS_LOST = "generators_lost"
@@ -50,7 +54,7 @@ class Outcome:
     """How a run ended."""
 
     steps: int
-    evaluations: dict[str, dict[str, float]]
+    evaluations: Evaluations
     interrupted: bool
     seconds: float
 
@@ -76,8 +80,8 @@ class Driver:
         self.records = records = RunRecords(job, self.tickets, state, view, config, self._send_trace_level)
         self.lookout = lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning, view.progress)
         self.orders = orders = Orders(endpoint, job.plan, self.hosts, view.warning, lost=self.hosts.lost)
-        shared = SharedDevices(locks, orders)
-        self.checkpoints = RunCheckpoints(job, orders, shared, lookout, records, state, view, self.fail)
+        lend = functools.partial(lend_to_trainers, locks, orders)
+        self.checkpoints = RunCheckpoints(job, orders, lend, lookout, records, state, view, self.fail)
         self.phases = Phases(
             job.graph,
             job.plan,
@@ -95,18 +99,18 @@ class Driver:
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; processes and records are closed in any case."""
         try:
-            evaluations = await self._work()
+            evaluations = await self._run_phases()
         except BaseException as error:  # the processes and the records are closed after any failure
             if isinstance(error, asyncio.CancelledError) or self._overdue:
                 await self.hosts.stop(within_s=STOP_AT_ONCE_S)
             else:
-                await self._stop_hosts()
+                await self._stop_processes()
             with suppress(FlowrlError):  # only the cause of the run's end is reported
                 self.records.close(orderly=False)
             if isinstance(error, LaneFailed) and self.hosts.death is not None:
                 raise self.hosts.death from None
             raise
-        await self._stop_hosts()
+        await self._stop_processes()
         self.records.close(orderly=True)
         if metric := self.records.unseen_metric:
             self.view.warning(f"--stop.metric {metric} had no value in this run; names are those of metrics.jsonl")
@@ -115,21 +119,24 @@ class Driver:
             self.view.progress("driver", f"ended after step {state.version}; --resume continues from there")
         return Outcome(state.version, evaluations, state.interrupted, time.monotonic() - self._start_s)
 
-    async def _stop_hosts(self) -> None:
+    async def _stop_processes(self) -> None:
         """Stop the processes. Failures of nodes to close do not change how the run ended; they become warnings."""
         for failed in await self.hosts.stop():
             self.view.warning(f"when the run was closed, {failed}")
 
-    async def _work(self) -> dict[str, dict[str, float]]:
+    async def _run_phases(self) -> Evaluations:
         """Everything between the first process and the last record; the first failure ends it."""
-        await first_failure(self._start_hosts(), self._broken)
+        await first_failure(self._start_processes(), self._broken)
         watch = asyncio.create_task(self.lookout.watch(LOOK_EVERY_S))
         lines = asyncio.create_task(self.records.write_lines(lambda: self.orders.ask_all("report")))
         try:
-            evaluations: dict[str, dict[str, float]] = await first_failure(self._lead(), watch, lines, self._broken)
+            evaluations: Evaluations = await first_failure(self._run_nodes(), watch, lines, self._broken)
             self.records.end_lines()
             await first_failure(lines, watch, self._broken)
-            self._require_sound()
+            if self._broken.done():  # while the last work ended
+                self._broken.result()
+            if mistake := self.records.accounting.unbooked():
+                raise FlowrlError(mistake)
         except Stalled as error:
             raise Stalled("\n".join(filter(None, [self.records.accounting.unbooked(), str(error)]))) from None
         finally:
@@ -137,13 +144,6 @@ class Driver:
             lines.cancel()
             await asyncio.gather(watch, lines, return_exceptions=True)  # a line in progress is written before the next
         return evaluations
-
-    def _require_sound(self) -> None:
-        """Raise an error that broke the run while the last work ended, or a trainer's mistake."""
-        if self._broken.done():
-            self._broken.result()
-        if mistake := self.records.accounting.unbooked():
-            raise FlowrlError(mistake)
 
     def fail(self, error: BaseException) -> None:
         """End the run with an exception that no caller receives (raised in the handler of a note, or in a timer)."""
@@ -164,9 +164,9 @@ class Driver:
     def interrupt(self) -> None:
         """End admission; the groups in flight are finished, then the run ends in order."""
         self.view.progress("driver", "interrupted: finishing what is in flight (interrupt again to stop at once)")
-        self._finish()
+        self._end_admission()
 
-    def _finish(self) -> None:
+    def _end_admission(self) -> None:
         self._state.interrupted = True
         self.tickets.close()
         if self.begun:
@@ -174,10 +174,10 @@ class Driver:
 
     def stop_early(self, reason: str) -> None:
         """End the run as an interrupt does, with a checkpoint soon, unless the run is already ending."""
-        if not self.interrupted:
+        if not self._state.interrupted:
             self.view.progress("driver", f"ending early: {reason}; finishing what is in flight")
-            self.checkpoints.soon()
-            self._finish()
+            self.checkpoints.clock.make_due()
+            self._end_admission()
 
     def end_in_time(self, reason: str) -> None:
         """As `stop_early`, without the end of an evaluation that goes on: the time for the whole run is over."""
@@ -188,8 +188,8 @@ class Driver:
         """As `interrupt`, with a checkpoint after the current batch, and without the end of an evaluation that goes on:
         the run may be killed before it has ended."""
         self.view.progress("driver", "terminated; a checkpoint follows the current batch; an interrupt stops at once")
-        self.checkpoints.soon()
-        self._finish()
+        self.checkpoints.clock.make_due()
+        self._end_admission()
         self._end_soon()
 
     def _end_soon(self) -> None:
@@ -197,9 +197,9 @@ class Driver:
         self.phases.give_up_evaluation()
         if self._ends_by is None:
             limit_s = 60 * self.job.options.term_minutes
-            self._ends_by = asyncio.get_running_loop().call_later(limit_s, self._give_up)
+            self._ends_by = asyncio.get_running_loop().call_later(limit_s, self._end_overdue)
 
-    def _give_up(self) -> None:
+    def _end_overdue(self) -> None:
         """End the run as it is: a batch, an evaluation or a checkpoint does not end, or not in time."""
         self._overdue = True
         made = checkpoint.steps_of(self.job.run_dir / "checkpoints")
@@ -217,19 +217,14 @@ class Driver:
         )
 
     @property
-    def interrupted(self) -> bool:
-        """Whether admission has ended before the last step."""
-        return self._state.interrupted
-
-    @property
     def begun(self) -> bool:
         """Whether the records are open: if so, a run that ends now has something to keep."""
         return self.records.is_open
 
-    async def _start_hosts(self) -> None:
+    async def _start_processes(self) -> None:
         plan = self.job.plan
         num_ranks = sum(len(self.orders.replicas(name)) for name in plan.trainers if name not in plan.own_clock)
-        batch_end = BatchEnd(num_ranks, self._waits_at, self._at_batch_end, passing=plan.own_clock)
+        batch_end = BatchEnd(num_ranks, self._is_due, self._do_what_is_due, passing=plan.own_clock)
         self.tickets.pause("start")
         for kind, handler in (
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
@@ -237,47 +232,47 @@ class Driver:
             ("episode", self.records.add_episode),
             ("samples", self.records.add_samples),
             ("judged", self.records.add_judged),
-            ("give up", self._broadcast),
+            ("give up", lambda host, body: self._notify_all("give up", body)),
             ("lock", self._locks.take),
             ("unlock", self._locks.release),
             ("step_done", batch_end.arrive),
-            ("ended", self.phases.node_ended),
+            ("ended", lambda host, body: self.phases.has_ended(body["replica_id"])),
         ):
             self._endpoint.on(kind, handler)
         self.view.progress("driver", f"starting {len(self.job.slots)} processes")
         await self.hosts.start(self.job.slots, self.job.specs)
         self._send_trace_level(self.records.trace_level)
 
-    async def _lead(self) -> dict[str, dict[str, float]]:
+    async def _run_nodes(self) -> Evaluations:
         with self.lookout.doing("the set-up of the nodes"):
             await self.hosts.ask("setup")
-            await self._begin()
+
+            # All processes are set up: open the run's files, rewound to the checkpoint if the run resumes.
+            messages = await self.checkpoints.put_back()
+            with writing(self.job.run_dir):
+                await asyncio.to_thread(self.job.rewind)
+                self.records.open(self._endpoint, self.stop_early)
+            self.lookout.accounting = accounting = self.records.accounting
+            accounting.kept(*checkpoint.made(messages), checkpoint.kept_requests(messages))
+            if (source := self.job.resume_from) is not None:
+                self.view.progress("driver", f"resumed from {source.name}: {len(messages)} messages in flight")
         await self.phases.hold_resumed()
         running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
         self._state.running = True
         try:
-            evaluations: dict[str, dict[str, float]] = await first_failure(self.phases.run(running), *running.values())
+            evaluations: Evaluations = await first_failure(self.phases.run(running), *running.values())
             return evaluations
         finally:
             for task in running.values():
                 task.cancel()
             await asyncio.gather(*running.values(), return_exceptions=True)
 
-    async def _begin(self) -> None:
-        """When all processes are set up: open the run's files, rewound to the checkpoint if the run resumes."""
-        source = self.job.resume_from
-        messages = await self.checkpoints.put_back()
-        with writing(self.job.run_dir):
-            await asyncio.to_thread(self.job.rewind)
-            self.records.open(self._endpoint, self.stop_early)
-        self.lookout.accounting = accounting = self.records.accounting
-        accounting.kept(*checkpoint.made(messages), checkpoint.kept_requests(messages))
-        if source is not None:
-            self.view.progress("driver", f"resumed from {source.name}: {len(messages)} messages in flight")
-
     def _send_trace_level(self, level: int) -> None:
+        self._notify_all("trace level", level)
+
+    def _notify_all(self, kind: str, body: Any) -> None:
         for host in self.hosts:
-            self._endpoint.notify(host, "trace level", level)
+            self._endpoint.notify(host, kind, body)
 
     # The run continues without a process
 
@@ -295,29 +290,23 @@ class Driver:
             self.records.accounting.consumer_died(replica_id)
             self.phases.has_ended(replica_id)
             self.records.statistics.lost(replica_id, GENERATORS_LOST, time.monotonic())
-        for other in self.hosts:
-            self._endpoint.notify(other, "lost", {"host": host, "reason": reason, "replica_ids": list(replica_ids)})
+        self._notify_all("lost", {"host": host, "reason": reason, "replica_ids": list(replica_ids)})
         names = ", ".join(replica_ids)
         self.view.warning(f"{names}: out of service, its requests go to the other replicas: {reason}")
 
     # At the end of a batch
 
-    def _waits_at(self, version: int) -> bool:
-        return self.checkpoints.is_due(version) or self.phases.due(version)
+    def _is_due(self, version: int) -> bool:
+        return self.checkpoints.clock.is_due(version) or self.phases.is_due(version)
 
-    async def _at_batch_end(self, version: int) -> None:
-        """The trainers wait at the end of the batch that made `version`: do what is due there."""
+    async def _do_what_is_due(self, version: int) -> None:
+        """The trainers wait at the end of the batch that made `version`."""
         await self.records.accounting.bookings.done()
-        await self.phases.taken(version)
-        if self.checkpoints.is_due(version):
+        await self.phases.wait_for_readers(version)
+        if self.checkpoints.clock.is_due(version):
             await self.checkpoints.at_batch_end(version)
-        if self.phases.due(version):
-            await self.phases.hold(version)
-
-    def _broadcast(self, host: str, body: dict[str, Any]) -> None:
-        """A node has dropped a whole group: tell every process to end its members of the group."""
-        for other in self.hosts:
-            self._endpoint.notify(other, "give up", body)
+        if self.phases.is_due(version):
+            await self.phases.begin_evaluation(version)
 
 
 async def first_failure(work: Awaitable[Any], *others: asyncio.Future[Any]) -> Any:
@@ -357,9 +346,10 @@ class RunSignals:
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         loop.add_signal_handler(signal.SIGINT, self._stop, self._driver.interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._stop, self._driver.terminate)
-        loop.add_signal_handler(signal.SIGUSR1, self._describe)
+        loop.add_signal_handler(signal.SIGUSR1, self._show_waits)
         if self._hangs_up:
-            loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+            gone = "the terminal is gone (SIGHUP); the run goes on, and SIGTERM ends it in order"
+            loop.add_signal_handler(signal.SIGHUP, self._view.warning, gone)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -388,10 +378,7 @@ class RunSignals:
             self._view.progress("driver", f"stopping at once{again}")
             self._task.cancel()
 
-    def _hung_up(self) -> None:
-        self._view.warning("the terminal is gone (SIGHUP); the run goes on, and SIGTERM ends it in order")
-
-    def _describe(self) -> None:
+    def _show_waits(self) -> None:
         async def report() -> None:
             self._view.warning(await self._driver.lookout.describe())
 

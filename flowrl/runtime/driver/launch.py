@@ -34,7 +34,7 @@ from flowrl.runtime.checkpoints.unfinished_evaluation import UnfinishedEvaluatio
 from flowrl.runtime.driver.driver import RunSignals
 from flowrl.runtime.driver.job import RunOptions, check_options
 from flowrl.runtime.driver.ray_cluster import require_same_versions
-from flowrl.runtime.driver.resources import claims
+from flowrl.runtime.driver.resources import process_slots
 from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.samples.sample_notes import SampleShare
 from flowrl.runtime.telemetry.sinks import require_logins
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from flowrl.runtime.audit.audit import AuditReport
     from flowrl.runtime.driver.driver import Outcome
     from flowrl.runtime.driver.ray_cluster import RayCluster
+    from flowrl.runtime.process.engine import ProcessSpec
     from flowrl.runtime.telemetry.view import View
     from flowrl.wire.connection import EndpointTransport
 
@@ -56,6 +57,19 @@ class Result:
     outcome: Outcome
     audit: AuditReport | None
     """None for graphs without admission: without tickets there is nothing to audit."""
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Where and from what a run starts whose checks have passed."""
+
+    directory: RunDir
+    plan: Plan
+    version: int = 0
+    resume_from: Path | None = None
+    """The checkpoint from which it continues."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Trainer -> the version from which it continues, if that is not `version`."""
 
 
 @dataclass
@@ -84,17 +98,17 @@ class Launch:
         cluster = RayCluster()
         directory = None
         try:
-            machines = self._machines(cluster)
+            machines = self._find_machines(cluster)
             with user_code(self.graph_file):
                 check(self.graph, machines).raise_for_problems()
-                directory = self._directory()
-            return self._claimed(directory, machines, cluster)
+                directory = self._claim_directory()
+            return self._run_in(directory, machines, cluster)
         finally:
             cluster.stop()
             if directory is not None:
                 directory.release()
 
-    def _directory(self) -> RunDir:
+    def _claim_directory(self) -> RunDir:
         """The claimed directory of the run: a new one, or that of the run that is continued."""
         named, resume = self.options.run_dir, self.options.resume
         if self.unfinished is not None and (self.unfinished.is_in(named) or not resume):
@@ -108,7 +122,7 @@ class Launch:
         """What the answers depend on, for a graph that only evaluates; None for any other graph."""
         return UnfinishedEvaluation.of(self.graph, dump_options(self.config))
 
-    def _machines(self, cluster: RayCluster) -> Cluster:
+    def _find_machines(self, cluster: RayCluster) -> Cluster:
         """Join a running cluster now, because the plan depends on its machines; flowrl's own Ray starts later."""
         if not os.environ.get("RAY_ADDRESS"):
             return Cluster.here()
@@ -120,10 +134,11 @@ class Launch:
             require_same_versions()
         return machines
 
-    def _claimed(self, directory: RunDir, machines: Cluster, cluster: RayCluster) -> Result:
+    def _run_in(self, directory: RunDir, machines: Cluster, cluster: RayCluster) -> Result:
         from flowrl.runtime.audit.audit import audit
 
-        version, resume_from = directory.newest_checkpoint() if self._resumes(directory) else (0, None)
+        resumes = self.options.resume and not directory.goes_on
+        version, resume_from = directory.newest_checkpoint() if resumes else (0, None)
         if resume_from is not None:
             self._check_steps(version, resume_from)
         check_options(self.options, self.graph)
@@ -134,7 +149,8 @@ class Launch:
             take_commits(directory.hub_commits())
             read_best(directory.path, newest_step=version)  # a damaged one is refused before anything starts
         findings = preflight(self.graph, self.graph_file)
-        self._check_hours()
+        if self._left_s <= 0:
+            raise ConfigError(f"--max-hours {self.options.max_hours:g} were over before the set-up ended; give it more")
         require_logins(self.options.track)
         view = self._open_view(plan, directory.path)
         for name, text in findings.items():
@@ -166,9 +182,9 @@ class Launch:
                         limit_s=60 * self.options.start_minutes,
                         warn=view.warning,
                     )
-                job = PreparedRun(self, directory, plan, version, resume_from, versions)
+                start = RunStart(directory, plan, version, resume_from, versions)
                 try:
-                    outcome = asyncio.run(job.drive(cluster, view))
+                    outcome = asyncio.run(self.drive(start, cluster, view))
                 except asyncio.CancelledError:  # a second interrupt
                     raise KeyboardInterrupt from None
         finally:
@@ -177,10 +193,6 @@ class Launch:
             self.unfinished.end(directory)
         cluster.stop()  # others may use its GPUs while this process audits the ledger
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
-
-    def _resumes(self, directory: RunDir) -> bool:
-        """Whether the run continues from a checkpoint."""
-        return self.options.resume and not directory.goes_on
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
         from flowrl.runtime.telemetry.view import Board, SafeConsole, open_view
@@ -192,7 +204,16 @@ class Launch:
             bound=plan.numbers.max_staleness,
             capacities={edge.name: edge.capacity for edge in plan.edges},
         )
-        output = cast(TextIO, LastingOutput(sys.stdout, _going_on(run_dir, sys.stderr)))
+        told = sys.stderr
+
+        def say_lost(error: OSError) -> None:
+            say(
+                f"flowrl: the output of the run cannot be written ({error.strerror or error}); the run goes on without "
+                f"it, and its records go to {run_dir}",
+                told,
+            )
+
+        output = cast(TextIO, LastingOutput(sys.stdout, say_lost))
         return open_view(board, SafeConsole(file=output, force_terminal=False if self.options.plain else None))
 
     def _check_steps(self, version: int, resume_from: Path) -> None:
@@ -211,10 +232,6 @@ class Launch:
         hours = self.options.max_hours
         return math.inf if hours is None else 3600 * hours - (time.monotonic() - self.started_s)
 
-    def _check_hours(self) -> None:
-        if self._left_s <= 0:
-            raise ConfigError(f"--max-hours {self.options.max_hours:g} were over before the set-up ended; give it more")
-
     @contextmanager
     def limit(self, stop: Callable[[str], None]) -> Iterator[None]:
         """Inside, `stop` is called with a reason when the hours of the run are over."""
@@ -230,12 +247,8 @@ class Launch:
 
     def describe(self, directory: RunDir, plan: Plan) -> None:
         """Write the description of the run: `config.json` and `graph.json`."""
-        directory.write("config.json", self._describe())
-        directory.write("graph.json", plan.to_json())
-
-    def _describe(self) -> dict[str, Any]:
         options = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.options).items()}
-        return {
+        config = {
             "graph": self.graph.name,
             "graph_file": str(self.graph_file),
             "config": dump_options(self.config),
@@ -245,32 +258,21 @@ class Launch:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **provenance(self.graph_file),
         }
+        directory.write("config.json", config)
+        directory.write("graph.json", plan.to_json())
 
-
-@dataclass
-class PreparedRun:
-    """A launch whose checks have passed."""
-
-    launch: Launch
-    directory: RunDir
-    plan: Plan
-    version: int
-    resume_from: Path | None
-    versions: Mapping[str, int]
-    """Trainer -> the version from which it continues."""
-
-    async def drive(self, cluster: RayCluster, view: View) -> Outcome:
-        """Open the driver's endpoint and the ledger, and run."""
+    async def drive(self, start: RunStart, cluster: RayCluster, view: View) -> Outcome:
+        """Open the driver's endpoint and the ledger, and run what has been checked."""
         from flowrl.runtime.driver.driver import Driver
         from flowrl.runtime.driver.job import Job
-        from flowrl.runtime.driver.resources import ProcessSlot
         from flowrl.wire.connection import IpcTransport, TcpTransport
         from flowrl.wire.endpoint import Endpoint
         from flowrl.wire.run_files import remove_run, sweep
 
         sweep()
         run_id = uuid.uuid4().hex[:12]
-        one_machine = len({host.machine for host in self.plan.hosts}) == 1
+        plan, run_dir = start.plan, start.directory.path
+        one_machine = len({host.machine for host in plan.hosts}) == 1
         transport = IpcTransport() if one_machine else TcpTransport()
         endpoint = Endpoint(
             "driver",
@@ -280,53 +282,81 @@ class PreparedRun:
             failed=lambda error: driver.fail(error),
         )
         await endpoint.open()
-        claimed = claims(self.plan.hosts)
-        slots = tuple(
-            ProcessSlot(h.name, claimed[h.name].cpus, claimed[h.name].gpus, h.cores, h.machine) for h in self.plan.hosts
-        )
+        slots = process_slots(plan.hosts)
         cluster.place(slots)
+
+        def rewind() -> None:
+            if start.resume_from is not None:
+                resume.rewind(run_dir, start.resume_from, start.version, Terms.of(plan.to_json()))
+                self.describe(start.directory, plan)
+
         job = Job(
-            graph=self.launch.graph,
-            plan=self.plan,
-            options=self.launch.options,
-            run_dir=self.directory.path,
+            graph=self.graph,
+            plan=plan,
+            options=self.options,
+            run_dir=run_dir,
             slots=slots,
-            specs={host.name: self._spec(host, run_id, transport, cluster) for host in self.plan.hosts},
-            resume_from=self.resume_from,
-            start_version=self.version,
-            start_versions=self.versions,
-            rewind=self._rewind,
-            advise=self.launch.advise,
+            specs={host.name: self._process_spec(host, start, run_id, transport, cluster) for host in plan.hosts},
+            resume_from=start.resume_from,
+            start_version=start.version,
+            start_versions=start.versions,
+            rewind=rewind,
+            advise=self.advise,
         )
-        with writing(self.directory.path):
-            driver = Driver(job, cluster, endpoint, view, dump_options(self.launch.config))
+        with writing(run_dir):
+            driver = Driver(job, cluster, endpoint, view, dump_options(self.config))
         asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.unretrieved(context))
         try:
-            alone = self.launch.unfinished is not None
-            with RunSignals(driver, view, at_once=alone) as signals, self.launch.limit(signals.end_in_time):
+            at_once = self.unfinished is not None
+            with RunSignals(driver, view, at_once=at_once) as signals, self.limit(signals.end_in_time):
                 return await driver.run()
         finally:
             await endpoint.close()
             remove_run(run_id)
 
-    def _rewind(self) -> None:
-        """Rewind the run's files to the checkpoint from which it continues; does nothing for a fresh run."""
-        if self.resume_from is not None:
-            terms = Terms.of(self.plan.to_json())
-            resume.rewind(self.directory.path, self.resume_from, self.version, terms)
-            self.launch.describe(self.directory, self.plan)
-
-    def _spec(self, host: HostPlan, run_id: str, transport: EndpointTransport, cluster: RayCluster) -> Any:
+    def _process_spec(
+        self, host: HostPlan, start: RunStart, run_id: str, transport: EndpointTransport, cluster: RayCluster
+    ) -> ProcessSpec:
+        from flowrl.runtime.process.context import ReplicaPlace
         from flowrl.runtime.process.engine import ProcessSpec
 
+        plan, options = start.plan, self.options
+        places = []
+        for replica_id in host.nodes:
+            node, replica = replica_id.split("/")
+            place = ReplicaPlace(
+                node=node,
+                replica=int(replica),
+                num_replicas=self.graph.placed[node].replicas,
+                run_dir=str(start.directory.path.resolve()),
+                seed=options.seed,
+                steps=options.steps,
+                keep_episodes=options.keep_episodes > 0,
+                keep_samples=SampleShare.parse(options.keep_samples),
+                keep_token_ids=options.keep_token_ids,
+                cores=host.cores,
+                gpus=host.gpus,
+                resume_dir=str(start.resume_from.resolve()) if start.resume_from else None,
+                start_version=start.versions.get(node, start.version),
+                run_id=run_id,
+                max_staleness=plan.numbers.max_staleness,
+                window=plan.numbers.window,
+                longest_asked=longest_asked(self.graph, node),
+                own_clock=node in plan.own_clock,
+                in_pieces=node in plan.in_pieces,
+                lease=host.lease,
+                stand_ins=plan.stand_ins,
+                weight_routes=routes_of(plan, node),
+            )
+            places.append(place)
         return ProcessSpec(
             host=host.name,
             run_id=run_id,
             driver_pid=os.getpid(),
-            graph_file=str(self.launch.graph_file.resolve()),
-            config=dump_options(self.launch.config),
-            places=tuple(self._place(replica_id, host, run_id) for replica_id in host.nodes),
-            plan=self.plan,
+            graph_file=str(self.graph_file.resolve()),
+            config=dump_options(self.config),
+            places=tuple(places),
+            plan=plan,
             cores=host.cores,
             transport=transport,
             commits=pinned_commits(),
@@ -334,55 +364,13 @@ class PreparedRun:
             machines=cluster.addresses,
         )
 
-    def _place(self, replica_id: str, host: HostPlan, run_id: str) -> Any:
-        from flowrl.runtime.process.context import ReplicaPlace
-
-        node, replica = replica_id.split("/")
-        return ReplicaPlace(
-            node=node,
-            replica=int(replica),
-            num_replicas=self.launch.graph.placed[node].replicas,
-            run_dir=str(self.directory.path.resolve()),
-            seed=self.launch.options.seed,
-            steps=self.launch.options.steps,
-            keep_episodes=self.launch.options.keep_episodes > 0,
-            keep_samples=SampleShare.parse(self.launch.options.keep_samples),
-            keep_token_ids=self.launch.options.keep_token_ids,
-            cores=host.cores,
-            gpus=host.gpus,
-            resume_dir=str(self.resume_from.resolve()) if self.resume_from else None,
-            start_version=self.versions.get(node, self.version),
-            run_id=run_id,
-            max_staleness=self.plan.numbers.max_staleness,
-            window=self.plan.numbers.window,
-            longest_asked=longest_asked(self.launch.graph, node),
-            own_clock=node in self.plan.own_clock,
-            in_pieces=node in self.plan.in_pieces,
-            lease=host.lease,
-            stand_ins=self.plan.stand_ins,
-            weight_routes=routes_of(self.plan, node),
-        )
-
-
-def _going_on(run_dir: Path, stream: TextIO) -> Callable[[OSError], None]:
-    """Says once, on `stream`, that the view's output cannot be written."""
-
-    def lost(error: OSError) -> None:
-        say(
-            f"flowrl: the output of the run cannot be written ({error.strerror or error}); the run goes on without it, "
-            f"and its records go to {run_dir}",
-            stream,
-        )
-
-    return lost
-
 
 def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions, *, called: str = "") -> Result:
     """Run `graph`, built from `graph_file` with `config`; `called` is that of `Launch`."""
     return Launch(graph_file, graph, config, options, called=called).run()
 
 
-__all__ = ["Launch", "PreparedRun", "Result", "run"]
+__all__ = ["Launch", "Result", "RunStart", "run"]
 
 
 def preflight(graph: Graph, graph_file: Path) -> dict[str, str]:

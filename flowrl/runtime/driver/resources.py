@@ -19,43 +19,53 @@ from dataclasses import dataclass
 from flowrl.graph.analysis.place import HostPlan
 
 START_S = 600.0
+RAY_PARTS = 10_000
+"""Ray counts resources in ten-thousandths. Shares are rounded down, so their sum never exceeds the whole."""
+HOST_VARIABLE = "FLOWRL_HOST"
+"""Name of the process, such as generator/0. Ray gives all processes the same title; tools read this."""
 MEETING_VARIABLE = "FLOWRL_MEETING_S"
 """Environment variable with the seconds in which the ranks of a gang have to meet."""
 FORWARDED = ("NCCL_", "VLLM_", "HF_", "CUDA_", "FLOWRL_PLAIN_")
 """Prefixes of the environment variables that every process gets; the plan decides about CUDA_VISIBLE_DEVICES."""
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 """Environment variables that make gloo, NCCL and vLLM listen on this machine only."""
-HOST_VARIABLE = "FLOWRL_HOST"
-"""Name of the process, such as generator/0. Ray gives all processes the same title; tools read this."""
-RAY_PARTS = 10_000
-"""Ray counts resources in ten-thousandths. Shares are rounded down, so their sum never exceeds the whole."""
+MALLOC_VARIABLE = "GLIBC_TUNABLES"
+"""Read when a process starts. Other C libraries ignore it, and an older glibc ignores names that it does not know."""
+MALLOC_TUNABLES = {
+    "arena_max": 1,
+    "mmap_threshold": 1 << 40,
+    "trim_threshold": 1 << 40,
+    "top_pad": 64 << 20,
+    "hugetlb": 1,
+}
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What Ray reserves for one process."""
+class ProcessSlot:
+    """The resources that Ray reserves for one process on its machine; `environment` derives its variables from them."""
 
+    host: str
     cpus: float
     gpus: int
+    """Whole devices that Ray reserves; the process sees those of its plan, see `process_slots`."""
+    cores: tuple[int, ...]
+    machine: int = 0
+    """Index into the cluster's machines."""
 
 
-def claims(hosts: Sequence[HostPlan]) -> dict[str, Claim]:
-    """Process -> its claim. Processes that share devices by a lease reserve them once: each core in equal parts, each
-    GPU by the first of these processes."""
+def process_slots(hosts: Sequence[HostPlan]) -> tuple[ProcessSlot, ...]:
+    """The slot of each process. Processes that share devices by a lease reserve them once: each core in equal parts,
+    each GPU by the first of these processes."""
     taken: set[tuple[int, int]] = set()
-    found = {}
+    slots = []
     for host in hosts:
         new = {(host.machine, gpu) for gpu in host.gpus} - taken
         taken |= new
-        cpus = math.floor(host.cpus / _sharers(host, hosts) * RAY_PARTS) / RAY_PARTS
-        found[host.name] = Claim(cpus, len(new))
-    return found
-
-
-def _sharers(host: HostPlan, hosts: Sequence[HostPlan]) -> int:
-    """The largest number of processes of the same lease that use one of this process's cores."""
-    lease = [other for other in hosts if host.lease and other.lease == host.lease and other.machine == host.machine]
-    return max((sum(core in other.cores for other in lease) for core in host.cores), default=1) or 1
+        lease = [other for other in hosts if host.lease and other.lease == host.lease and other.machine == host.machine]
+        sharers = max((sum(core in other.cores for other in lease) for core in host.cores), default=1) or 1
+        cpus = math.floor(host.cpus / sharers * RAY_PARTS) / RAY_PARTS
+        slots.append(ProcessSlot(host.name, cpus, len(new), host.cores, host.machine))
+    return tuple(slots)
 
 
 def visible_devices(
@@ -69,52 +79,14 @@ def visible_devices(
     for machine in {host.machine for host in hosts}:
         mine = [host for host in hosts if host.machine == machine]
         indices = sorted({gpu for host in mine for gpu in host.gpus})
-        ids = sorted({name for host in mine for name in reserved[host.name]}, key=_by_number)
+        # Either all ids are numbers, or all are UUIDs.
+        ids = sorted(
+            {name for host in mine for name in reserved[host.name]},
+            key=lambda name: (int(name) if name.isdigit() else 0, name),
+        )
         assert len(ids) == len(indices), (machine, indices, ids)
         names |= {(machine, index): name for index, name in zip(indices, ids, strict=True)}
     return {host.name: tuple(names[host.machine, gpu] for gpu in host.gpus) for host in hosts}
-
-
-def _by_number(name: str) -> tuple[int, str]:
-    """Sort key of device names: either all are numbers, or all are UUIDs."""
-    return (int(name) if name.isdigit() else 0), name
-
-
-MALLOC_VARIABLE = "GLIBC_TUNABLES"
-"""Read when a process starts. Other C libraries ignore it, and an older glibc ignores names that it does not know."""
-MALLOC_TUNABLES = {
-    "arena_max": 1,
-    "mmap_threshold": 1 << 40,
-    "trim_threshold": 1 << 40,
-    "top_pad": 64 << 20,
-    "hugetlb": 1,
-}
-
-
-def malloc_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a process that keeps its memory; none if `variables` choose an allocator or its settings.
-
-    By default glibc gives each large tensor its own mapping, or a part of a thread's heap that shrinks as soon as it
-    can, so the kernel clears the tensor's pages again in every pass. These settings make one heap for all threads,
-    which keeps its memory, in huge pages if the kernel provides them. With them, an update of SmolLM2 takes 0.8 of its
-    time (`python -m benchmarks.training.kernels`, with and without --plain-malloc).
-    """
-    if MALLOC_VARIABLE in variables or "malloc" in variables.get("LD_PRELOAD", ""):
-        return {}
-    return {MALLOC_VARIABLE: ":".join(f"glibc.malloc.{name}={value}" for name, value in MALLOC_TUNABLES.items())}
-
-
-@dataclass(frozen=True)
-class ProcessSlot:
-    """The resources that one process needs on its machine; `environment` derives its variables from them."""
-
-    host: str
-    cpus: float
-    gpus: int
-    """Whole devices that Ray reserves; the process sees those of its plan, see `claims`."""
-    cores: tuple[int, ...]
-    machine: int = 0
-    """Index into the cluster's machines."""
 
 
 def environment(slot: ProcessSlot, *, alone: bool = False, start_s: float = START_S) -> dict[str, str]:
@@ -130,7 +102,7 @@ def environment(slot: ProcessSlot, *, alone: bool = False, start_s: float = STAR
         **dict.fromkeys(names, threads),
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `claims`
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `process_slots`
         "PYTHONUNBUFFERED": "1",
         HOST_VARIABLE: slot.host,
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_s)),
@@ -145,3 +117,16 @@ def forwarded(variables: Mapping[str, str]) -> dict[str, str]:
     """The user's settings of libraries, which every process gets, also on other machines."""
     mine = {name: text for name, text in variables.items() if name.startswith(FORWARDED) or name in LOOPBACK}
     return {name: text for name, text in mine.items() if name != "CUDA_VISIBLE_DEVICES"}
+
+
+def malloc_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a process that keeps its memory; none if `variables` choose an allocator or its settings.
+
+    By default glibc gives each large tensor its own mapping, or a part of a thread's heap that shrinks as soon as it
+    can, so the kernel clears the tensor's pages again in every pass. These settings make one heap for all threads,
+    which keeps its memory, in huge pages if the kernel provides them. With them, an update of SmolLM2 takes 0.8 of its
+    time (`python -m benchmarks.training.kernels`, with and without --plain-malloc).
+    """
+    if MALLOC_VARIABLE in variables or "malloc" in variables.get("LD_PRELOAD", ""):
+        return {}
+    return {MALLOC_VARIABLE: ":".join(f"glibc.malloc.{name}={value}" for name, value in MALLOC_TUNABLES.items())}

@@ -28,13 +28,12 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.errors import FlowrlError
-from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.node import Node
 from flowrl.runtime.checkpoints import checkpoint, resume
 from flowrl.runtime.checkpoints.rundir import Best, read_best, sync_records, writing
@@ -56,6 +55,7 @@ class Snapshotter:
     """Snapshots of one run. While one is taken, the trainers wait at a batch's end and admission is closed.
 
     `halted` nodes do nothing until the snapshot is written, so their files may be written after the other nodes resume.
+    Inside `lend()`, time-shared GPUs go only to trainers.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Snapshotter:
         halted: Collection[str] = (),
         *,
         keep: int,
-        shared: SharedDevices | None = None,
+        lend: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         self._orders = orders
-        self._shared = shared
+        self._lend = lend
         self._nodes = nodes
         self._run_dir = run_dir
         self._keep = keep
@@ -102,7 +102,7 @@ class Snapshotter:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir()
-            async with self._shared.for_trainers() if self._shared is not None else nullcontext():
+            async with self._lend():
                 head = await self.take(facts, temporary, accounting, unchanged_in=final if unchanged else None)
             await to_its_end(publish)
             accounting.ledger.published(final)
@@ -125,14 +125,14 @@ class Snapshotter:
         Returns the head of the ledger in the snapshot.
         """
         num_lost = self._orders.num_lost
-        snapshot = await self._collected(directory)
+        snapshot = await self._collect_state(directory)
         while self._orders.num_lost != num_lost:
             num_lost = self._orders.num_lost
-            await self._go_on()
-            snapshot = await self._collected(directory)
+            await self._resume_graph()
+            snapshot = await self._collect_state(directory)
         with accounting.as_of_now() as ledger:
             versions, head = accounting.tickets.versions, accounting.ledger.head
-            await self._go_on()
+            await self._resume_graph()
 
             def write(stop: threading.Event) -> None:
                 ledger.write(directory)
@@ -141,31 +141,41 @@ class Snapshotter:
             await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.hosts))
             await to_its_end(write)
             if unchanged_in is None or not await to_its_end(partial(checkpoint.link, unchanged_in, directory)):
-                await self._files(directory, halted=True)
+                await self._write_node_files(directory, halted=True)
             return head
 
-    async def _collected(self, directory: Path) -> checkpoint.Snapshot:
+    async def _collect_state(self, directory: Path) -> checkpoint.Snapshot:
         """Pause the graph and collect its state, except what `_take_kept` takes."""
         orders, snapshot = self._orders, checkpoint.Snapshot()
-        for prefixes in await orders.on_nodes(self._with_method("snapshot"), "snapshot"):
+        for prefixes in await orders.on_nodes(self._replicas_with("snapshot"), "snapshot"):
             snapshot.prefixes.update(prefixes)
         await orders.ask_all("pause")
-        await self._until_still()
+
+        # Wait until nothing is in transit between any two processes: an arriving credit or ack may trigger another. The
+        # processes are paused, so this traffic ends. Requests made outside of invocations may continue forever. The
+        # snapshot contains nothing of such requests, so the wait for them is limited to ASKED_FOR rounds.
+        before: list[list[int]] = []
+        for number in itertools.count():
+            moved = await orders.ask_all("quiesce", lambda host: {"peers": list(orders.hosts)})
+            if moved == before or (number >= ASKED_FOR and [m for m, _ in moved] == [m for m, _ in before]):
+                break
+            before = moved
+
         for part in await orders.ask_all("snapshot"):
             snapshot.add(part)
-        await self._files(directory, halted=False)
+        await self._write_node_files(directory, halted=False)
         return snapshot
 
-    async def _go_on(self) -> None:
+    async def _resume_graph(self) -> None:
         """Resume the graph."""
         await self._orders.ask_all("resume")
-        await self._orders.on_nodes(self._with_method("snapshot"), "resume")
+        await self._orders.on_nodes(self._replicas_with("snapshot"), "resume")
 
-    async def _files(self, directory: Path, *, halted: bool) -> None:
+    async def _write_node_files(self, directory: Path, *, halted: bool) -> None:
         """Have the halted nodes, or the others, write their own files."""
         chosen = [
             replica_id
-            for replica_id in self._with_method("checkpoint")
+            for replica_id in self._replicas_with("checkpoint")
             if (replica_id.partition("/")[0] in self._halted) == halted
         ]
         await self._orders.on_nodes(chosen, "checkpoint", path=str(directory))
@@ -174,19 +184,6 @@ class Snapshotter:
         """Take the messages and records that the process has set aside for this snapshot; it runs meanwhile."""
         while page := await self._orders.page(host, "kept"):
             snapshot.take(checkpoint.unpage(page))
-
-    async def _until_still(self) -> None:
-        """Wait until nothing is in transit between any two processes: an arriving credit or ack may trigger another.
-
-        The processes are paused, so this traffic ends. Requests made outside of invocations may continue forever. The
-        snapshot contains nothing of such requests, so the wait for them is limited to ASKED_FOR rounds.
-        """
-        before: list[list[int]] = []
-        for number in itertools.count():
-            moved = await self._orders.ask_all("quiesce", lambda host: {"peers": list(self._orders.hosts)})
-            if moved == before or (number >= ASKED_FOR and [m for m, _ in moved] == [m for m, _ in before]):
-                return
-            before = moved
 
     async def put_back(self, state: Mapping[str, Any]) -> None:
         """Send the states and messages of a checkpoint (`read_state`) to the processes, before their nodes run."""
@@ -197,23 +194,24 @@ class Snapshotter:
             index = int(replica) % len(orders.replicas(name))
             replica_id = f"{name}/{index}"
             messages[orders.host_of(replica_id)].append((replica_id, edge, consumer, envelope))
-        await orders.ask_all("restore", lambda host: self._kept_of(host, state))
-        await asyncio.gather(*(self._give(host, kept) for host, kept in messages.items()))
 
-    def _kept_of(self, host: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The states and cursors of the replicas in that process, and all ids in "sent", whose sender is not known."""
-        mine = self._orders.replicas_in(host)
-        return {
-            "sent": state["sent"],
-            "cursors": {out: cursor for out, cursor in state["cursors"].items() if out.partition(" ")[0] in mine},
-            "states": {name: checkpoint.beside(state["states"][name]) for name in mine if name in state["states"]},
-        }
+        def states_in(host: str) -> dict[str, Any]:
+            """Of the replicas in that process; of the ids in "sent" all, because nobody knows who has sent them."""
+            mine = next(one.nodes for one in orders.plan.hosts if one.name == host)
+            return {
+                "sent": state["sent"],
+                "cursors": {out: cursor for out, cursor in state["cursors"].items() if out.partition(" ")[0] in mine},
+                "states": {name: checkpoint.beside(state["states"][name]) for name in mine if name in state["states"]},
+            }
 
-    async def _give(self, host: str, kept: list[checkpoint.SavedMessage]) -> None:
-        for page in checkpoint.pages(kept):
-            await self._orders.ask(host, "send again", page)
+        async def send_messages(host: str) -> None:
+            for page in checkpoint.pages(messages[host]):
+                await orders.ask(host, "send again", page)
 
-    def _with_method(self, method: str) -> list[str]:
+        await orders.ask_all("restore", states_in)
+        await asyncio.gather(*map(send_messages, messages))
+
+    def _replicas_with(self, method: str) -> list[str]:
         """The replicas of all nodes that have this method."""
         names = [name for name, node in self._nodes.items() if hasattr(node, method)]
         return [replica_id for name in names for replica_id in self._orders.replicas(name)]
@@ -235,52 +233,41 @@ async def to_its_end(work: Callable[[threading.Event], T]) -> T:
         raise
 
 
-class SharedDevices:
-    """The GPU leases of one run."""
-
-    def __init__(self, locks: Locks, orders: Orders) -> None:
-        self._locks = locks
-        self._orders = orders
-
-    @asynccontextmanager
-    async def for_trainers(self) -> AsyncIterator[None]:
-        """Inside, the GPUs that trainers share with other nodes go only to trainers."""
-        trainers = set(self._orders.plan.trainers)
-        sharing = [host for host in self._orders.plan.hosts if host.lease and host.gpus]
-        training = {host.lease: set[str]() for host in sharing}
-        for host in sharing:
-            if trainers & _names(host):
-                training[host.lease].add(host.name.split("/")[0])
-        others = [host for host in sharing if training[host.lease] and not trainers & _names(host)]
+@asynccontextmanager
+async def lend_to_trainers(locks: Locks, orders: Orders) -> AsyncIterator[None]:
+    """Inside, the GPUs that trainers share with other nodes go only to trainers."""
+    trainers = set(orders.plan.trainers)
+    sharing = [host for host in orders.plan.hosts if host.lease and host.gpus]
+    nodes = {host.name: {replica.partition("/")[0] for replica in host.nodes} for host in sharing}
+    training = {host.lease: set[str]() for host in sharing}
+    for host in sharing:
+        if trainers & nodes[host.name]:
+            training[host.lease].add(host.name.split("/")[0])
+    others = [host for host in sharing if training[host.lease] and not trainers & nodes[host.name]]
+    replicas = [replica for host in others for replica in host.nodes]
+    try:
+        await asyncio.gather(*(orders.gate(replica, "devices", open_=False) for replica in replicas))
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._gate, others, open_=True)
-            await self._gate(others, open_=False)
             for lease, parties in training.items():
                 if parties:
-                    await stack.enter_async_context(self._locks.reserved(lease, parties))
+                    await stack.enter_async_context(locks.reserved(lease, parties))
             yield
-
-    async def _gate(self, hosts: list[HostPlan], *, open_: bool) -> None:
-        replicas = [replica for host in hosts for replica in host.nodes]
-        await asyncio.gather(*(self._orders.gate(replica, "devices", open_=open_) for replica in replicas))
-
-
-def _names(host: HostPlan) -> set[str]:
-    return {replica.partition("/")[0] for replica in host.nodes}
+    finally:
+        await asyncio.gather(*(orders.gate(replica, "devices", open_=True) for replica in replicas))
 
 
 @asynccontextmanager
-async def halted(orders: Orders, gangs: Sequence[str]) -> AsyncIterator[None]:
+async def halt_gangs(orders: Orders, gangs: Sequence[str]) -> AsyncIterator[None]:
     """Inside, no gang of these trainers starts a batch, and all ranks of a gang have started the same batches."""
     ranks_of = [orders.replicas(name) for name in gangs]
     try:
-        await asyncio.gather(*(_halt(orders, ranks) for ranks in ranks_of))
+        await asyncio.gather(*(_halt_gang(orders, ranks) for ranks in ranks_of))
         yield
     finally:
         await asyncio.gather(*(orders.gate(rank, "halt", open_=True) for ranks in ranks_of for rank in ranks))
 
 
-async def _halt(orders: Orders, ranks: Sequence[str]) -> None:
+async def _halt_gang(orders: Orders, ranks: Sequence[str]) -> None:
     taken = await asyncio.gather(*(orders.gate(rank, "halt", open_=False) for rank in ranks))
     wanted = {port: max(counts[port] for counts in taken) for port in taken[0]}
     await asyncio.gather(*(orders.reach(rank, wanted) for rank in ranks))
@@ -316,11 +303,11 @@ class CheckpointClock:
             self._answers[version] = version != self._options.steps and (by_step or by_time or self._soon)
         return self._answers[version]
 
-    def soon(self) -> None:
+    def make_due(self) -> None:
         """Make a checkpoint due after the next batch."""
         self._soon = True
 
-    def saved(self, began_s: float) -> str:
+    def note_saved(self, began_s: float) -> str:
         """Note that a checkpoint that was started at `began_s` is complete. Returns its cost in words."""
         now_s = time.monotonic()
         took_s, since_s = now_s - began_s, now_s - self._saved_s
@@ -336,7 +323,7 @@ class RunCheckpoints:
         self,
         job: Job,
         orders: Orders,
-        shared: SharedDevices,
+        lend: Callable[[], AbstractAsyncContextManager[None]],
         lookout: Lookout,
         records: RunRecords,
         state: RunState,
@@ -351,7 +338,7 @@ class RunCheckpoints:
         self._state = state
         self._view = view
         self._fail = fail
-        self._clock = CheckpointClock(job.options)
+        self.clock = CheckpointClock(job.options)
         self._resumed = dict(job.start_versions) if job.resume_from is not None else None
         self._written: dict[str, int] | None = None
         """Trainer -> its version in the newest checkpoint that this run has written; None: it has written none."""
@@ -360,16 +347,8 @@ class RunCheckpoints:
         """The trainers that have to be halted; the others wait at the end of a batch."""
         at_barrier = [name for name in plan.trainers if name not in plan.own_clock]
         self._snapshotter = Snapshotter(
-            orders, nodes, job.run_dir, (*at_barrier, *self._own_clocks), keep=job.options.keep, shared=shared
+            orders, nodes, job.run_dir, (*at_barrier, *self._own_clocks), keep=job.options.keep, lend=lend
         )
-
-    def is_due(self, version: int) -> bool:
-        """Whether a checkpoint follows the batch that made `version`."""
-        return self._clock.is_due(version)
-
-    def soon(self) -> None:
-        """Make a checkpoint due after the next batch."""
-        self._clock.soon()
 
     async def put_back(self) -> list[Any]:
         """Send the processes the content of the checkpoint that the run resumes. Returns its messages, or []."""
@@ -390,7 +369,7 @@ class RunCheckpoints:
         accounting = self._records.accounting
         accounting.pause_admission("checkpoint")
         try:
-            async with halted(self._orders, self._own_clocks):
+            async with halt_gangs(self._orders, self._own_clocks):
                 await self.write(version, best=best)
         except FlowrlError as error:
             self._fail(error)  # the trainer that waits for the checkpoint is not the cause
@@ -421,4 +400,4 @@ class RunCheckpoints:
                 facts, self._records.accounting, best=best, spared=spared, unchanged=versions == self._written
             )
         self.best, self._written = best or self.best, versions
-        self._view.progress("driver", f"checkpoint {name} {self._clock.saved(start_s)}")
+        self._view.progress("driver", f"checkpoint {name} {self.clock.note_saved(start_s)}")

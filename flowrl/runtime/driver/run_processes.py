@@ -92,23 +92,14 @@ def ray_errors() -> type[Exception]:
 def rays_detail(error: Exception) -> str:
     """Ray's own detail about a death, in parentheses, without its list of common causes; "" if it has none."""
     text = str(error)
-    detail = _memory(text) or _exit_detail(text)
-    return f" ({detail})" if detail else ""
-
-
-def _memory(text: str) -> str:
-    """Ray's report of a kill for lack of memory, in one clause instead of some forty lines; "" if `text` has none."""
-    if (used := MEMORY_USED.search(text)) is None:
-        return ""
-    users = [f"{command} {gb} GB" for _, gb, command in MEMORY_USER.findall(text)[:LARGEST]]
-    largest = f", most of it by {', '.join(users)}" if users else ""
-    now, limit = (int(number) / GB for number in used.groups())
-    return f"Ray killed it because {now:.1f} of {limit:.1f} GB of the machine's memory were used{largest}"
-
-
-def _exit_detail(text: str) -> str:
+    if (used := MEMORY_USED.search(text)) is not None:  # one clause instead of some forty lines
+        users = [f"{command} {gb} GB" for _, gb, command in MEMORY_USER.findall(text)[:LARGEST]]
+        largest = f", most of it by {', '.join(users)}" if users else ""
+        now, limit = (int(number) / GB for number in used.groups())
+        return f" (Ray killed it because {now:.1f} of {limit:.1f} GB of the machine's memory were used{largest})"
     line = next((line for line in text.splitlines() if "Worker exit detail:" in line), "")
-    return line.partition("Worker exit detail:")[2].partition("Some common causes")[0].strip().rstrip(".")
+    detail = line.partition("Worker exit detail:")[2].partition("Some common causes")[0].strip().rstrip(".")
+    return f" ({detail})" if detail else ""
 
 
 STOP_WITHIN_S = 6.0
@@ -156,10 +147,14 @@ class RunProcesses:
     async def start(self, slots: Sequence[ProcessSlot], specs: Mapping[str, ProcessSpec]) -> None:
         """Start the processes, bind their sockets, connect all of them to each other, and build the nodes."""
         self._specs = dict(specs)
-        self._follow_ray()
+        for name, pid in self._cluster.processes().items():
+            self._rays.follow(name, pid, self._end_with_ray)
+        if (head := self._cluster.head()) is not None:
+            self._head = asyncio.create_task(outlive(head, patience_s=HEAD_AWAY_S))
+            self._head.add_done_callback(lambda task: None if task.cancelled() else self._end_with_ray("head"))
         for index, slot in enumerate(slots):
             self._actors[slot.host] = self._cluster.spawn(ProcessActor, index, slot, specs[slot.host])
-        opened = await self._opened()
+        opened = await self._open_all()
         self.pids = {host: answer["pid"] for host, answer in opened.items()}
         addresses: dict[str, Address] = {host: answer["address"] for host, answer in opened.items()}
         addresses[self._endpoint.host] = self._endpoint.address
@@ -168,7 +163,7 @@ class RunProcesses:
                 self._endpoint.connect(host, address)
         for host, answer in opened.items():
             if answer["pids"] == pid_space() and answer["pid"] != os.getpid():
-                self._processes.follow(host, answer["pid"], self._has_ended)
+                self._processes.follow(host, answer["pid"], self._note_death)
         meeting = {host: answer["meeting"] for host, answer in opened.items()}
         gangs = {
             place.node: meeting[host]
@@ -181,7 +176,7 @@ class RunProcesses:
         reserved = {host: answer["gpus"] for host, answer in opened.items()}
         await self.ask("wire", addresses, gangs, visible_devices(hosts, reserved, self._cluster.own_devices()))
 
-    async def _opened(self) -> dict[str, Any]:
+    async def _open_all(self) -> dict[str, Any]:
         """What each process answers when it has begun. Raises FlowrlError if one does not begin in time."""
         limit_s = self._cluster.limit_s
         asked = {host: asyncio.ensure_future(self.ask_one(host, "open")) for host in self._actors}
@@ -202,28 +197,17 @@ class RunProcesses:
                 answer.cancel()
             await asyncio.gather(*asked.values(), return_exceptions=True)
 
-    def _follow_ray(self) -> None:
-        for name, pid in self._cluster.processes().items():
-            self._rays.follow(name, pid, self._ray_has_ended)
-        if (head := self._cluster.head()) is not None:
-            self._head = asyncio.create_task(outlive(head, patience_s=HEAD_AWAY_S))
-            self._head.add_done_callback(self._head_has_ended)
-
-    def _has_ended(self, host: str) -> None:
-        if (death := self._dead(host, "")) is not None:
+    def _note_death(self, host: str) -> None:
+        if (death := self._handle_death(host, "")) is not None:
             self._on_death(death)
 
-    def _head_has_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            self._ray_has_ended("head")
-
-    def _ray_has_ended(self, name: str) -> None:
+    def _end_with_ray(self, name: str) -> None:
         """End the run now: Ray's library would end this process a minute later."""
         error = self._cluster.has_lost(name)
         self.death = self.death or error
         self._on_death(error)
 
-    def _dead(self, host: str, why: str) -> FlowrlError | None:
+    def _handle_death(self, host: str, why: str) -> FlowrlError | None:
         """The process of `host` has died: fail everything that waits for it. Returns None if the run continues.
 
         If Ray has ended, that is the reported cause.
@@ -232,7 +216,7 @@ class RunProcesses:
             return None
         self._rays.look()
         if self.death is None and not self._cluster.head_answers():
-            self._ray_has_ended("head")
+            self._end_with_ray("head")
         place = self._specs[host].places[0]
         reason = f"the process of host {host!r} (pid {self.pids.get(host)}) died: killed, out of memory, or crashed"
         if self.death is None and self.may_lose(host):
@@ -241,7 +225,7 @@ class RunProcesses:
             self._cluster.kill(host)  # Ray may report this for one that it cannot reach
             self.on_lost(host, reason + why)
             return None
-        self.death = self.death or NodeFailed(self._node(host), place.replica, reason + why)
+        self.death = self.death or NodeFailed(self._name_nodes(host), place.replica, reason + why)
         self._endpoint.peer_failed(host, reason)
         return self.death
 
@@ -258,16 +242,16 @@ class RunProcesses:
         except asyncio.CancelledError:
             raise  # the next lines import Ray, which a run within one process does without
         except deaths() as error:
-            if (death := self._dead(host, rays_detail(error))) is None:
+            if (death := self._handle_death(host, rays_detail(error))) is None:
                 return None
             raise death from None
         except ray_errors() as error:
-            raise NodeFailed(self._node(host), 0, f"its host {host!r} failed in {method!r}: {error}") from None
+            raise NodeFailed(self._name_nodes(host), 0, f"its host {host!r} failed in {method!r}: {error}") from None
         if isinstance(answer, dict) and "failure" in answer:
-            raise _failure(answer["failure"])
+            raise _node_failed(answer["failure"])
         return answer
 
-    def _node(self, host: str) -> str:
+    def _name_nodes(self, host: str) -> str:
         return ", ".join(place.node for place in self._specs[host].places)
 
     async def reports(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -321,20 +305,22 @@ class RunProcesses:
         self._rays.close()
         if self._head is not None:
             self._head.cancel()
-        return [failed for host, task in tasks.items() for failed in self._ill_closed(host, task, within_s)]
-
-    def _ill_closed(self, host: str, task: asyncio.Future[Any], within_s: float) -> list[NodeFailed]:
-        """How the nodes of a process failed to close; nothing if a process has died, which is reported as the cause."""
-        if self.death is not None:
+        if self.death is not None:  # it is reported as the cause
             return []
-        if task.cancelled():
-            return [NodeFailed(self._node(host), 0, f"it did not close within {within_s:g} s and was killed")]
-        if isinstance(error := task.exception(), NodeFailed):
-            return [error]
-        return [_failure(report) for report in task.result()]
+
+        failed: list[NodeFailed] = []
+        for host, task in tasks.items():
+            if task.cancelled():
+                text = f"it did not close within {within_s:g} s and was killed"
+                failed.append(NodeFailed(self._name_nodes(host), 0, text))
+            elif isinstance(error := task.exception(), NodeFailed):
+                failed.append(error)
+            else:
+                failed += map(_node_failed, task.result())
+        return failed
 
 
-def _failure(report: Mapping[str, Any]) -> NodeFailed:
+def _node_failed(report: Mapping[str, Any]) -> NodeFailed:
     return NodeFailed(
         report["node"],
         report["replica"],
@@ -383,9 +369,9 @@ class Orders:
     async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
         """The answers of all processes to `kind`, asked with `body(host)`."""
         asked = {host: self._unless_lost(host, self.ask(host, kind, body(host))) for host in self.hosts}
-        return _given(await self._answers(kind, asked))
+        return [answer for answer in await self._collect_answers(kind, asked) if answer is not LOST]
 
-    async def _answers(self, kind: str, asked: Mapping[str, Awaitable[Any]]) -> list[Any]:
+    async def _collect_answers(self, kind: str, asked: Mapping[str, Awaitable[Any]]) -> list[Any]:
         """The answers of processes to `kind`. Warns about processes whose answer is late. Raises the first failure."""
         tasks = {host: asyncio.ensure_future(answer) for host, answer in asked.items()}
         began, report_after_s = time.monotonic(), WARN_AFTER_S
@@ -418,7 +404,7 @@ class Orders:
             for replica_id in replica_ids
             if (host := self.host_of(replica_id)) not in self._lost
         ]
-        return _given(await asyncio.gather(*found))
+        return [answer for answer in await asyncio.gather(*found) if answer is not LOST]
 
     async def _unless_lost(self, host: str, answer: Awaitable[Any]) -> Any:
         """The answer, or LOST if the process is lost."""
@@ -438,10 +424,6 @@ class Orders:
         """The name of the process in which a node replica runs."""
         return self.plan.host_of(replica_id).name
 
-    def replicas_in(self, host: str) -> tuple[str, ...]:
-        """The node replicas that run in a process."""
-        return next(one.nodes for one in self.plan.hosts if one.name == host)
-
     async def on_node(self, replica_id: str, method: str, **arguments: Any) -> Any:
         """Call a coroutine method of one node replica in its process."""
         body = {"replica_id": replica_id, "method": method, "arguments": arguments}
@@ -456,7 +438,3 @@ class Orders:
     async def reach(self, replica_id: str, taken: Mapping[str, int]) -> None:
         """Let each port of a node replica take items up to these numbers, and wait until the ports have taken them."""
         await self.ask(self.host_of(replica_id), "reach", {"replica_id": replica_id, "taken": taken})
-
-
-def _given(answers: Iterable[Any]) -> list[Any]:
-    return [answer for answer in answers if answer is not LOST]

@@ -17,7 +17,7 @@ MUTANTS = (
         name="checkpoint_without_turn",
         fault="a checkpoint does not give the trainers their GPU",
         function="Snapshotter.write",
-        before="async with self._shared.for_trainers() if self._shared is not None else nullcontext():",
+        before="async with self._lend():",
         after="async with nullcontext():",
         test="tests/runtime/checkpoints/test_device_leases.py::test_a_best_checkpoint_comes_while_the_generator_works",
     ),
@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         name="gpu_claimed_by_each",
         fault="Ray reserves a GPU for every process that uses it",
-        function="claims",
+        function="process_slots",
         before="new = {(host.machine, gpu) for gpu in host.gpus} - taken",
         after="new = {(host.machine, gpu) for gpu in host.gpus}",
         test="tests/runtime/driver/test_runtime_devices.py::test_hosts_in_turns_reserve_each_gpu_once",
@@ -89,8 +89,8 @@ MUTANTS = (
         name="gpu_ids_by_text",
         fault="the ids of reserved GPUs are put in order as texts",
         function="visible_devices",
-        before="ids = sorted({name for host in mine for name in reserved[host.name]}, key=_by_number)",
-        after="ids = sorted({name for host in mine for name in reserved[host.name]})",
+        before="key=lambda name: (int(name) if name.isdigit() else 0, name),",
+        after="key=str,",
         test="tests/runtime/driver/test_runtime_devices.py::test_hosts_in_turns_reserve_each_gpu_once",
     ),
     Mutant(
@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         name="lock_reserved_for_nobody",
         fault="a lock that is reserved for trainers is granted to others",
-        function="Locks._may",
+        function="Locks._may_hold",
         before="return not party or name not in self._reserved or party in self._reserved[name]",
         after="return True",
         test="tests/runtime/checkpoints/test_device_leases.py::test_a_reserved_lock_passes_by_those_who_may_not_have_it",
@@ -160,8 +160,8 @@ MUTANTS = (
     Mutant(
         name="others_go_on",
         fault="while a checkpoint waits for the trainer's GPU, the others on it take new items",
-        function="SharedDevices.for_trainers",
-        before="await self._gate(others, open_=False)",
+        function="lend_to_trainers",
+        before='await asyncio.gather(*(orders.gate(replica, "devices", open_=False) for replica in replicas))',
         after="pass",
         test="tests/runtime/checkpoints/test_device_leases.py::test_for_a_checkpoint_the_others_on_the_trainers_gpu_take_nothing_new",
     ),

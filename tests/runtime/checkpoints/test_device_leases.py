@@ -12,7 +12,7 @@ from flowrl import Cluster, Machine
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.load import load_file
 from flowrl.runtime.driver.locks import Locks
-from flowrl.runtime.driver.run_checkpoints import SharedDevices
+from flowrl.runtime.driver.run_checkpoints import lend_to_trainers
 from flowrl.testing import VirtualClock, run_graph
 from tests.rigs.run_process import ROOT
 from tests.rigs.ticks import ticks
@@ -154,7 +154,7 @@ def test_for_a_checkpoint_the_others_on_the_trainers_gpu_take_nothing_new() -> N
         file = load_file(LEASES)
         locks = Locks()
         orders: Any = Gates(make_plan(file.build(file.parse([])), ONE_GPU), locks)
-        async with SharedDevices(locks, orders).for_trainers():
+        async with lend_to_trainers(locks, orders):
             assert orders.events == ["close generator/0", "close scorer/0"]
             assert set(locks._reserved.values()) == {frozenset({"trainer"})}
         assert orders.events[2:] == ["open generator/0", "open scorer/0"] and not locks._reserved

@@ -32,7 +32,7 @@ def test_one_is_due_after_minutes_without_any(now: list[float]) -> None:
     now[0] = 600.0
     assert clock.is_due(3)
     now[0] = 630.0
-    assert clock.saved(600.0) == "in 30.0 s, 4.8% of the time since the one before"
+    assert clock.note_saved(600.0) == "in 30.0 s, 4.8% of the time since the one before"
     assert not clock.is_due(4)
     now[0] = 1230.0
     assert clock.is_due(5)
@@ -51,7 +51,7 @@ def test_steps_time_and_none_at_the_last_step(now: list[float]) -> None:
     now[0] = 1e6
     assert [version for version in range(1, 7) if clock.is_due(version)] == [3]
     clock = CheckpointClock(RunOptions(steps=6, save_minutes=0))
-    clock.soon()
+    clock.make_due()
     assert [version for version in range(1, 7) if clock.is_due(version)] == [1, 2, 3, 4, 5], "until one is saved"
 
 

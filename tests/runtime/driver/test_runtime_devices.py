@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,10 @@ from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.nodes.engine_options import largest_kv_cache
 from flowrl.runtime.driver.resources import (
     MALLOC_VARIABLE,
-    Claim,
     ProcessSlot,
-    claims,
     environment,
     malloc_variables,
+    process_slots,
     visible_devices,
 )
 from flowrl.training.model import products
@@ -39,6 +39,11 @@ def placed(parts: Grpo, gpus: int, **needs: dict[str, float]) -> Plan:
     return make_plan(parts.graph, Cluster((Machine(tuple(range(16)), gpus=gpus),)))
 
 
+def claims(hosts: Sequence[HostPlan]) -> dict[str, tuple[float, int]]:
+    """Process -> the cores and the GPUs that Ray reserves for it."""
+    return {slot.host: (slot.cpus, slot.gpus) for slot in process_slots(hosts)}
+
+
 def gpus(plan: Plan) -> dict[str, tuple[int, ...]]:
     return {host.name: host.gpus for host in plan.hosts if host.gpus}
 
@@ -48,9 +53,9 @@ def test_hosts_in_turns_reserve_each_gpu_once() -> None:
     parts.graph.time_share(parts.generator, parts.trainer)
     plan = placed(parts, 4, trainer={"cpus": 1, "gpus": 1}, generator={"cpus": 1, "gpus": 2})
     found = claims(plan.hosts)
-    assert found["core"] == Claim(0, 0)
-    assert [found[f"trainer/{rank}"] for rank in range(4)] == [Claim(0.5, 1), Claim(0.5, 1), Claim(1, 1), Claim(1, 1)]
-    assert [found[f"generator/{index}"] for index in range(2)] == [Claim(0.5, 0)] * 2
+    assert found["core"] == (0, 0)
+    assert [found[f"trainer/{rank}"] for rank in range(4)] == [(0.5, 1), (0.5, 1), (1, 1), (1, 1)]
+    assert [found[f"generator/{index}"] for index in range(2)] == [(0.5, 0)] * 2
     reserved = {"trainer/0": ["7"], "trainer/1": ["3"], "trainer/2": ["10"], "trainer/3": ["4"]}
     seen = visible_devices(plan.hosts, {host.name: reserved.get(host.name, []) for host in plan.hosts})
     assert [seen[f"trainer/{rank}"] for rank in range(4)] == [("3",), ("4",), ("7",), ("10",)]
@@ -63,7 +68,7 @@ def test_hosts_in_turns_reserve_each_gpu_once() -> None:
 def test_two_that_ask_for_half_a_gpu_share_it_and_reserve_it_whole() -> None:
     plan = placed(grpo(num_generators=2), 2, generator={"cpus": 1, "gpus": 0.5})
     assert gpus(plan) == {"generator/0": (0,), "generator/1": (0,)}
-    assert [claims(plan.hosts)[f"generator/{index}"].gpus for index in range(2)] == [1, 0]
+    assert [claims(plan.hosts)[f"generator/{index}"][1] for index in range(2)] == [1, 0]
 
 
 def test_ranks_of_a_gang_are_on_different_gpus_though_half_a_one_would_do() -> None:
@@ -94,19 +99,19 @@ def test_every_gpu_of_the_plan_is_reserved_once_and_seen_where_it_is_planned(
     plan = make_plan(parts.graph, Cluster((Machine(tuple(range(8)), gpus=8),)))
     found, next_id, reserved = claims(plan.hosts), 0, dict[str, list[str]]()
     for host in plan.hosts:
-        reserved[host.name] = [str(next_id + index) for index in range(found[host.name].gpus)]
-        next_id += found[host.name].gpus
+        reserved[host.name] = [str(next_id + index) for index in range(found[host.name][1])]
+        next_id += found[host.name][1]
     assert next_id == len({gpu for host in plan.hosts for gpu in host.gpus})
     seen = visible_devices(plan.hosts, reserved)
     assert all(
         one.gpus == other.gpus for one in plan.hosts for other in plan.hosts if seen[one.name] == seen[other.name]
     )
-    assert sum(claim.cpus for claim in found.values()) <= 8
+    assert sum(cpus for cpus, _ in found.values()) <= 8
 
 
 def test_devices_are_counted_on_every_machine() -> None:
     hosts = [HostPlan("a/0", ("a/0",), 0, gpus=(0,)), HostPlan("b/0", ("b/0",), 1, gpus=(0,))]
-    assert [claim.gpus for claim in claims(hosts).values()] == [1, 1]
+    assert [gpus for _, gpus in claims(hosts).values()] == [1, 1]
     assert visible_devices(hosts, {"a/0": ["2"], "b/0": ["GPU-5"]}) == {"a/0": ("2",), "b/0": ("GPU-5",)}
 
 

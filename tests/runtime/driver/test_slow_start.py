@@ -16,7 +16,7 @@ import pytest
 from flowrl.errors import FlowrlError
 from flowrl.runtime.driver import ray_start
 from flowrl.runtime.driver.ray_cluster import RayCluster
-from flowrl.runtime.driver.ray_start import AGAIN, NEEDS_A_PORT, PORTS, STARTS, patient_library, ray_settings
+from flowrl.runtime.driver.ray_start import AGAIN, NEEDS_A_PORT, PORTS, STARTS, change_library, ray_settings
 
 
 class Started:
@@ -154,7 +154,7 @@ def test_a_raylet_is_told_the_ports_of_its_agents_and_looked_for_until_the_limit
 
     monkeypatch.setattr(rays_nodes, "Node", Node)
     monkeypatch.setattr(services, "get_node", registers_late)
-    with patient_library(60.0, given_up := threading.Event()):
+    with change_library(60.0, given_up := threading.Event(), logs=True):
         (node := Node(tmp_path, metrics_export_port=7)).start_ray_processes()
         assert services.get_node("address", "id") == "found" and len(asked) == 3
         asked.clear()

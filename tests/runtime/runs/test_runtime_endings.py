@@ -16,7 +16,7 @@ from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import load_file, rebuild_graph
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.job import RunOptions
-from flowrl.runtime.driver.launch import Launch, PreparedRun
+from flowrl.runtime.driver.launch import Launch, RunStart
 from flowrl.runtime.process.actor import ProcessActor
 from flowrl.runtime.process.context import ReplicaPlace
 from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
@@ -174,12 +174,12 @@ class GivenBack:
 def test_the_cluster_is_given_back_before_the_books_are_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    async def driven(job: PreparedRun, cluster: object, view: object) -> Outcome:
+    async def driven(launch: Launch, start: RunStart, cluster: object, view: object) -> Outcome:
         return Outcome(1, {}, False, 1.0)
 
     monkeypatch.setattr("flowrl.runtime.driver.ray_cluster.RayCluster", lambda: GivenBack(order))
     monkeypatch.setattr("flowrl.runtime.audit.audit.audit", lambda run_dir: order.append("proven"))
-    monkeypatch.setattr(PreparedRun, "drive", driven)
+    monkeypatch.setattr(Launch, "drive", driven)
     loaded = load_file(PLAYED)
     config = loaded.config_type()
     options = RunOptions(steps=1, run_dir=tmp_path / "run", plain=True)
