@@ -84,25 +84,21 @@ def cached_directory(
     if (days := _days_unused(final)) is not None and (unused_days is None or days < 1):
         return final
     try:
-        new = _made_or_marked(final, recipe, make, progress)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(final, progress):
+            if is_new := _days_unused(final) is None:
+                _make_directory(final, recipe, make, progress)
+            else:
+                os.utime(final / RECIPE)
     except OSError as problem:
         if problem.errno in DENIED and _days_unused(final) is not None:
             return final  # complete, in a cache that this user may only read
         raise
-    if new:
-        _sweep(final.parent, unused_days, progress)
+    if is_new:
+        for other, entries in sorted(_list_entries(final.parent).items()):
+            remove = partial(_remove_old, final.parent / other, entries, unused_days, progress)
+            _try_to_remove(final.parent / other, remove, progress)
     return final
-
-
-def _made_or_marked(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress) -> bool:
-    """Make a directory, or note that it was asked for just now. Returns whether it was made."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(final, progress):
-        if new := _days_unused(final) is None:
-            _make(final, recipe, make, progress)
-        else:
-            os.utime(final / RECIPE)
-    return new
 
 
 @contextmanager
@@ -122,13 +118,13 @@ def _locked(final: Path, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
-def _make(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress) -> None:
+def _make_directory(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress) -> None:
     """Fill a new directory next to `final` and rename it; remnants of a killed process are removed."""
-    for suffix, leftover in _entries(final.parent)[final.name].items():
+    for suffix, leftover in _list_entries(final.parent)[final.name].items():
         if suffix not in ("", LOCK):
-            _attempt(leftover, partial(shutil.rmtree, leftover), progress)
+            _try_to_remove(leftover, partial(shutil.rmtree, leftover), progress)
     if final.is_dir():  # without its recipe
-        _discard(final)
+        _discard_directory(final)
     part = Path(tempfile.mkdtemp(prefix=f"{final.name}.part-", dir=final.parent))
     try:
         make(part)
@@ -139,13 +135,7 @@ def _make(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None], 
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _sweep(home: Path, unused_days: int | None, progress: Progress) -> None:
-    """Remove directories that nobody has asked for in `unused_days`, and the remains of killed processes."""
-    for name, entries in sorted(_entries(home).items()):
-        _attempt(home / name, partial(_remove_old, home / name, entries, unused_days, progress), progress)
-
-
-def _attempt(directory: Path, remove: Callable[[], None], progress: Progress) -> None:
+def _try_to_remove(directory: Path, remove: Callable[[], None], progress: Progress) -> None:
     """Try to remove a directory. A failure is only reported: a directory of another user stays."""
     try:
         remove()
@@ -157,21 +147,21 @@ def _remove_old(final: Path, entries: Entries, unused_days: int | None, progress
     """Remove the old entries of one name, unless another process holds its lock."""
     from filelock import FileLock, Timeout
 
-    if not _old(entries, unused_days):
+    if not _find_old(entries, unused_days):
         return
     try:
         with FileLock(_lock_of(final), blocking=False):
-            for path, why in _old(_entries(final.parent)[final.name], unused_days).items():
+            for path, why in _find_old(_list_entries(final.parent)[final.name], unused_days).items():
                 if path != _lock_of(final):
-                    (_discard if path == final else shutil.rmtree)(path)
+                    (_discard_directory if path == final else shutil.rmtree)(path)
                     progress(f"{path} is removed: {why}")
-            if _entries(final.parent)[final.name].keys() == {LOCK}:
+            if _list_entries(final.parent)[final.name].keys() == {LOCK}:
                 _lock_of(final).unlink()  # a process that waits for it sees that its file is gone, and takes a new one
     except Timeout:
         return
 
 
-def _old(entries: Entries, unused_days: int | None) -> dict[Path, str]:
+def _find_old(entries: Entries, unused_days: int | None) -> dict[Path, str]:
     """The entries of one name that may be removed, each with the reason. The lock only if nothing else of the name
     exists."""
     most = LEFTOVER_DAYS if unused_days is None else unused_days
@@ -179,13 +169,13 @@ def _old(entries: Entries, unused_days: int | None) -> dict[Path, str]:
     unused = _days_unused(final) if final else None
     directories = [path for suffix, path in entries.items() if suffix != LOCK]
     left = [path for path in directories or entries.values() if path != final or unused is None]
-    found = {path: "a process that was killed left it" for path in left if (_days(path) or 0) > most}
+    found = {path: "a process that was killed left it" for path in left if (_days_since_change(path) or 0) > most}
     if final and unused is not None and unused_days is not None and unused > unused_days:
         found[final] = f"nobody has asked for it in {unused_days} days"
     return found
 
 
-def _entries(home: Path) -> Mapping[str, Entries]:
+def _list_entries(home: Path) -> Mapping[str, Entries]:
     """Name -> entries, for all directories of a kind: the directory, its lock, and parts being made or removed, or left
     over."""
     found: dict[str, dict[str, Path]] = defaultdict(dict)
@@ -195,7 +185,7 @@ def _entries(home: Path) -> Mapping[str, Entries]:
     return found
 
 
-def _discard(directory: Path) -> None:
+def _discard_directory(directory: Path) -> None:
     """Remove a directory, its name first: if the removal is interrupted, nobody takes the rest for a complete
     directory."""
     with tempfile.TemporaryDirectory(prefix=f"{directory.name}.part-removed-", dir=directory.parent) as bin_dir:
@@ -204,11 +194,11 @@ def _discard(directory: Path) -> None:
 
 def _days_unused(directory: Path) -> float | None:
     """Days since it was last asked for; None if it does not exist or is not complete."""
-    return _days(directory / RECIPE)
+    return _days_since_change(directory / RECIPE)
 
 
-def _days(path: Path) -> float | None:
-    """Days since it was last changed; None if it does not exist."""
+def _days_since_change(path: Path) -> float | None:
+    """None if it does not exist."""
     try:
         return (time.time() - path.stat().st_mtime) / DAY_S
     except (FileNotFoundError, NotADirectoryError):

@@ -30,17 +30,14 @@ def told_if_full(what: str, directory: Path, otherwise: str) -> Iterator[None]:
     try:
         yield
     except Exception as failure:  # any library may be writing
-        free = shutil.disk_usage(_existing(directory)).free
+        existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
         by_number = isinstance(failure, OSError) and failure.errno in FULL
         if not by_number and free >= LEFT_BYTES:
             raise
         raise FlowrlError(
             f"{what} cannot be written to {directory}: its disk is full ({gigabytes(free)} free); {otherwise}"
         ) from failure
-
-
-def _existing(directory: Path) -> Path:
-    return next(path for path in (directory, *directory.absolute().parents) if path.exists())
 
 
 class DiskRoom:

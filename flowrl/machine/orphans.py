@@ -76,19 +76,18 @@ def end_children(*, but: Collection[int] = ()) -> None:
     """
     left, patient_until_s = set(but), time.monotonic() + CLEANED_UP_WITHIN_S
     while pids := [pid for pid in child_pids() if pid not in left]:
-        others = [pid for pid in pids if not _is_tracker(pid)]
+        others = []
+        for pid in pids:
+            with suppress(OSError):
+                if TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    continue
+            others.append(pid)
         for pid in others:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         for pid in others or pids:
             if not _end_child(pid, patience_s=0.0 if others else patient_until_s - time.monotonic()):
                 left.add(pid)
-
-
-def _is_tracker(pid: int) -> bool:
-    with suppress(OSError):
-        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 def _end_child(pid: int, *, patience_s: float) -> bool:
@@ -169,31 +168,8 @@ def keep(parent: int, connection: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     os.close(connection)
-    _end_in_the_way(_outlive(kept))
-
-
-def _outlive(kept: int) -> int:
-    """Wait for the child, and end everything else. Returns the child's exit status, negative for a signal."""
-    while True:
-        if signal.sigwait(KEPT_SIGNALS) == signal.SIGTERM:
-            os.kill(kept, signal.SIGKILL)
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # adopted ones are reaped as they end
-            if ended[0] == kept:
-                _end_all_children()
-                return os.waitstatus_to_exitcode(ended[1])
-
-
-def _end_all_children() -> None:
-    """The kernel's list may lack a process while others end, so a wait has to confirm that none is left."""
-    until_s = time.monotonic() + KILLED_WITHIN_S
-    with suppress(ChildProcessError):
-        while time.monotonic() < until_s:
-            end_children()
-            os.waitpid(-1, os.WNOHANG)
-
-
-def _end_in_the_way(status: int) -> None:
-    if status < 0:
+    status = _outlive_child(kept)
+    if status < 0:  # end in the child's way
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
@@ -202,7 +178,24 @@ def _end_in_the_way(status: int) -> None:
     os._exit(status)
 
 
-def _become(module: str, args: Sequence[str]) -> None:
+def _outlive_child(kept: int) -> int:
+    """Wait for the child, and end everything else. Returns the child's exit status, negative for a signal."""
+    while True:
+        if signal.sigwait(KEPT_SIGNALS) == signal.SIGTERM:
+            os.kill(kept, signal.SIGKILL)
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # adopted ones are reaped as they end
+            if ended[0] != kept:
+                continue
+            # The kernel's list may lack a process while others end, so a wait has to confirm that none is left.
+            until_s = time.monotonic() + KILLED_WITHIN_S
+            with suppress(ChildProcessError):
+                while time.monotonic() < until_s:
+                    end_children()
+                    os.waitpid(-1, os.WNOHANG)
+            return os.waitstatus_to_exitcode(ended[1])
+
+
+def _run_module(module: str, args: Sequence[str]) -> None:
     """Run a module as `python -m` does."""
     sys.argv[1:] = args
     if not sys.flags.safe_path:
@@ -212,4 +205,4 @@ def _become(module: str, args: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     keep(int(sys.argv[1]), int(sys.argv[-1]))
-    _become(sys.argv[2], sys.argv[3:])
+    _run_module(sys.argv[2], sys.argv[3:])

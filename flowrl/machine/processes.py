@@ -41,14 +41,14 @@ class Processes:
         except OSError:
             return
         self._handles[name], self._report[name] = handle, on_end
-        asyncio.get_running_loop().add_reader(handle, self._has_ended, name)
+        asyncio.get_running_loop().add_reader(handle, self._report_end, name)
 
-    def _has_ended(self, name: str) -> None:
-        self._let_go(name)
+    def _report_end(self, name: str) -> None:
+        self._stop_following(name)
         if report := self._report.pop(name, None):
             report(name)
 
-    def _let_go(self, name: str) -> None:
+    def _stop_following(self, name: str) -> None:
         handle = self._handles.pop(name)
         asyncio.get_running_loop().remove_reader(handle)
         os.close(handle)
@@ -58,7 +58,7 @@ class Processes:
     def look(self) -> None:
         """Report the processes that have ended and are not reported yet."""
         for name in [name for name, handle in self._handles.items() if has_ended(handle)]:
-            self._has_ended(name)
+            self._report_end(name)
 
     def expect_ends(self) -> None:
         """Report no ends from now on."""
@@ -78,7 +78,7 @@ class Processes:
     def close(self) -> None:
         """Stop following all processes."""
         for name in list(self._handles):
-            self._let_go(name)
+            self._stop_following(name)
 
 
 def pid_space() -> str:
@@ -89,7 +89,7 @@ def pid_space() -> str:
 
 def children(*names: str, but: Collection[int] = ()) -> dict[str, int]:
     """Name -> pid of this process's children with these names, as the kernel reports them, without those in `but`."""
-    mine = {pid: stat.name for pid, stat in _stats().items() if stat.parent == os.getpid() and pid not in but}
+    mine = {pid: stat.name for pid, stat in _read_stats().items() if stat.parent == os.getpid() and pid not in but}
     return {name: pid for pid, name in mine.items() if name in names}
 
 
@@ -107,7 +107,7 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
 
 def descendants() -> list[int]:
     """The pids of all processes below this one that have not ended."""
-    stats = _stats()
+    stats = _read_stats()
     found, parents = [], [os.getpid()]
     while parents:
         parent = parents.pop()
@@ -125,7 +125,7 @@ class _Stat(NamedTuple):
     parent: int
 
 
-def _stats() -> dict[int, _Stat]:
+def _read_stats() -> dict[int, _Stat]:
     found = {}
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():

@@ -49,15 +49,15 @@ def exceptions(variables: Mapping[str, str], *hosts: str) -> dict[str, str]:
     """
     given = [variables.get(name, "") for name in EXCEPTIONS]
     values = [value or next(filter(None, given), "") for value in given]
-    return {name: _extended(value, hosts) for name, value in zip(EXCEPTIONS, values, strict=True)}
+    found = {}
+    for name, value in zip(EXCEPTIONS, values, strict=True):
+        entries = list(_split_entries(value))
+        more = ",".join(dict.fromkeys((*entries, *LOOPBACK, *filter(None, hosts))))
+        found[name] = value if "*" in entries else more
+    return found
 
 
-def _extended(value: str, hosts: tuple[str, ...]) -> str:
-    found = list(_entries(value))
-    return value if "*" in found else ",".join(dict.fromkeys((*found, *LOOPBACK, *filter(None, hosts))))
-
-
-def _entries(value: str) -> Iterator[str]:
+def _split_entries(value: str) -> Iterator[str]:
     return filter(None, (entry.strip() for entry in value.split(",")))
 
 
@@ -73,10 +73,10 @@ def proxy_of(url: str) -> str:
     proxy = found.get(KINDS.get(parts.scheme, parts.scheme)) or found.get("all") or ""
     if not proxy or _is_here(host) or _is_excepted(host, parts.port, found.get("no", "")):
         return ""
-    return _completed(proxy if "://" in proxy else f"http://{proxy}", host)
+    return _complete_url(proxy if "://" in proxy else f"http://{proxy}", host)
 
 
-def _completed(proxy: str, host: str) -> str:
+def _complete_url(proxy: str, host: str) -> str:
     """The proxy's URL as `proxy_of` returns it, for requests to `host`."""
     try:
         parts = urlsplit(proxy)
@@ -112,7 +112,7 @@ def _is_here(host: str) -> bool:
 
 def _is_excepted(host: str, port: int | None, value: str) -> bool:
     """Whether the list `value` of NO_PROXY has `host`: itself, as HOST:PORT, its domain, its network, or `*`."""
-    for entry in _entries(value.lower()):
+    for entry in _split_entries(value.lower()):
         name = entry.removeprefix("*").lstrip(".").strip("[]")
         if entry == "*" or name in (host, f"{host}:{port}") or (name and host.endswith(f".{name}")):
             return True
@@ -133,11 +133,11 @@ def open_session(url: str, **options: Any) -> aiohttp.ClientSession:
 
     proxy = proxy_of(url)
     if proxy.startswith("socks"):
-        return aiohttp.ClientSession(connector=_socks_connector(proxy), **options)
+        return aiohttp.ClientSession(connector=_make_socks_connector(proxy), **options)
     return aiohttp.ClientSession(proxy=proxy or None, **options)
 
 
-def _socks_connector(proxy: str) -> aiohttp.BaseConnector:
+def _make_socks_connector(proxy: str) -> aiohttp.BaseConnector:
     import aiohttp
 
     try:

@@ -16,7 +16,7 @@ import pytest
 from flowrl.cli import main
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Sampling
-from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.checkpoints import checkpoint, snapshots
 from flowrl.runtime.driver.ray_cluster import RayCluster
 
 ROOT = Path(__file__).parents[2]
@@ -478,7 +478,7 @@ def a_finished_run(path: Path, *, step: int) -> None:
     directory = path / "checkpoints" / f"step_{step:06d}"
     directory.mkdir(parents=True)
     edge = {"name": "prompts.prompts -> other.prompts", "kind": "queue", "dispatch": "share"}
-    checkpoint.write_state(directory, checkpoint.Snapshot(), {"seed": 0, "versions": {}, "graph": {"edges": [edge]}})
+    snapshots.write_state(directory, snapshots.Snapshot(), {"seed": 0, "versions": {}, "graph": {"edges": [edge]}})
     checkpoint.write_manifest(directory, {"step": step}, threading.Event())
     (path / "config.json").write_text("{}")
 

@@ -29,7 +29,7 @@ from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Saved
-from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.checkpoints import checkpoint, snapshots
 from flowrl.runtime.checkpoints.rundir import BEST, read_best
 from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.declared_bounds import Terms
@@ -56,31 +56,31 @@ def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> dict[str, i
 
     Returns the version from which each trainer continues.
     """
-    state = checkpoint.read_state(directory)
+    state = snapshots.read_state(directory)
     try:
         states = {replica_id: load_value(data) for replica_id, data in state["states"].items()}
-        problems = _differences(state, states, plan, seed)
+        problems = _find_differences(state, states, plan, seed)
         versions = {str(name): operator.index(version) for name, version in state["facts"]["versions"].items()}
-    except checkpoint.UNREADABLE as problem:
-        raise checkpoint.damaged_state(directory, problem) from None
+    except snapshots.UNREADABLE as problem:
+        raise snapshots.damaged_state(directory, problem) from None
     if not problems:
-        problems = [*_nodes(directory, graph, seed, states)]
+        problems = [*_ask_nodes(directory, graph, seed, states)]
     if problems:
         listed = problems[0] if len(problems) == 1 else "".join(f"\n- {text}" for text in problems)
         raise ConfigError(f"--resume: the run cannot continue from {directory.name}: {listed}")
     return versions
 
 
-def _differences(state: Mapping[str, Any], states: Mapping[str, Any], plan: Plan, seed: int) -> list[str]:
+def _find_differences(state: Mapping[str, Any], states: Mapping[str, Any], plan: Plan, seed: int) -> list[str]:
     """The differences between the graph of the checkpoint and this one that the run cannot continue with."""
     before, now = state["facts"]["graph"], plan.to_json()
-    if problems := [*_edges(before, now)]:
+    if problems := [*_compare_edges(before, now)]:
         return problems
     with_state = {replica_id.split("/")[0] for replica_id, found in states.items() if found}
     addressed = {name.split("/")[0] for _, _, name, _ in state["messages"]}
     return [
-        *_admission(before, now),
-        *_numbers(before, now),
+        *_compare_admission(before, now),
+        *_compare_numbers(before, now),
         *(
             [
                 f"--seed is {seed} and was {state['facts']['seed']}: prompts would be repeated, skipped or reordered; "
@@ -89,11 +89,11 @@ def _differences(state: Mapping[str, Any], states: Mapping[str, Any], plan: Plan
             if state["facts"]["seed"] != seed
             else []
         ),
-        *_replicas(before, now, with_state, addressed),
+        *_compare_replicas(before, now, with_state, addressed),
     ]
 
 
-def _edges(before: Described, now: Described) -> Iterator[str]:
+def _compare_edges(before: Described, now: Described) -> Iterator[str]:
     was, is_ = ({e["name"]: e["dispatch"] for e in g["edges"] if e["kind"] == "queue"} for g in (before, now))
     if strange := sorted(was.keys() ^ is_.keys()):
         yield (
@@ -108,7 +108,7 @@ def _edges(before: Described, now: Described) -> Iterator[str]:
             )
 
 
-def _admission(before: Described, now: Described) -> Iterator[str]:
+def _compare_admission(before: Described, now: Described) -> Iterator[str]:
     was, is_ = (dict(graph["admission"] or {}) for graph in (before, now))
     for name, what in (("out", "enters at"), ("until", "waits for")):
         if was.get(name) != is_.get(name):
@@ -123,14 +123,21 @@ EXACT = {
 }
 
 
-def _numbers(before: Described, now: Described) -> Iterator[str]:
+LIMITS = {
+    "max_staleness": "groups are in flight that may become that old",
+    "tickets": "that many may be in flight",
+}
+"""Number that may only grow -> what the checkpoint may hold under the number before."""
+
+
+def _compare_numbers(before: Described, now: Described) -> Iterator[str]:
     for name, why in EXACT.items():
         if before[name] != now[name]:
             yield f"{name} is {now[name]} and was {before[name]}: {why}; set it back to {before[name]}"
-    for name in ("max_staleness", "tickets"):
+    for name, in_flight in LIMITS.items():
         if before[name] is not None and now[name] is not None and now[name] < before[name]:
             yield (
-                f"{name} is {now[name]} and was {before[name]}, under which {_what_is_in_flight(name)}; resume with a "
+                f"{name} is {now[name]} and was {before[name]}, under which {in_flight}; resume with a "
                 f"staleness and a look_ahead that make it {before[name]} or more (flowrl check prints it)"
             )
     if before["window"] == 0 and now["window"]:
@@ -140,11 +147,7 @@ def _numbers(before: Described, now: Described) -> Iterator[str]:
         )
 
 
-def _what_is_in_flight(name: str) -> str:
-    return "groups are in flight that may become that old" if name == "max_staleness" else "that many may be in flight"
-
-
-def _replicas(
+def _compare_replicas(
     before: Described, now: Described, with_state: Collection[str], addressed: Collection[str]
 ) -> Iterator[str]:
     """`addressed`: nodes with messages in transit that only one particular replica may take."""
@@ -171,14 +174,14 @@ def _replicas(
             )
 
 
-def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, Any]) -> Iterator[str]:
+def _ask_nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, Any]) -> Iterator[str]:
     """The problems that the nodes themselves report."""
     for name, node in graph.nodes.items():
         mine = {int(t.split("/")[1]): found for t, found in states.items() if t.split("/")[0] == name}
         saved = Saved(directory, graph.placed[name].replicas, seed, mine)
         try:
             yield from [f"node {name!r}: {text}" for text in node.check_resume(saved)]
-        except checkpoint.UNREADABLE as problem:
+        except snapshots.UNREADABLE as problem:
             yield (
                 f"node {name!r} cannot read its state there ({type(problem).__name__}: {problem}); resume with the "
                 "file and options that the run was started with, or from an older checkpoint"

@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.machine.orphans import run_program
-from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.checkpoints import checkpoint, snapshots
 from flowrl.runtime.ledger.ledger_file import sync_file
 
 LOCK = ".lock"
@@ -42,13 +42,17 @@ class DirectoryLock:
     def __init__(self, directory: Path, *, option: str, holder: str) -> None:
         """Take the lock. Raises ConfigError if another process has it, OSError if the file cannot be written."""
         self.path = directory / LOCK
-        self._file: IO[str] = open(self.path, "a+", encoding="utf-8", opener=_private_file)  # noqa: SIM115
+        self._file: IO[str] = open(  # noqa: SIM115
+            self.path, "a+", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)
+        )
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "unknown"
             problem = (
-                f"{option} {directory} is in use by {holder} of process {self._owner()}; wait for it to end, or name "
-                "another directory"
+                f"{option} {directory} is in use by {holder} of process {owner}; wait for it to end, or name another "
+                "directory"
             )
         except OSError as error:
             problem = (
@@ -69,10 +73,6 @@ class DirectoryLock:
     def release(self) -> None:
         self._file.close()
 
-    def _owner(self) -> str:
-        self._file.seek(0)
-        return self._file.read().strip() or "unknown"
-
 
 @contextmanager
 def locked(directory: Path, *, option: str, holder: str) -> Iterator[None]:
@@ -92,10 +92,6 @@ def locked(directory: Path, *, option: str, holder: str) -> Iterator[None]:
 def unwritable(directory: Path, error: OSError, *, option: str = "--run-dir") -> ConfigError:
     """The problem of a directory in which nothing can be created."""
     return ConfigError(f"{option} {directory} cannot be written: {error.strerror}; name another")
-
-
-def _private_file(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -263,7 +259,7 @@ class RunDir:
         for version, path in reversed(checkpoint.steps_of(self.checkpoints)):
             try:
                 checkpoint.verify_files(path)
-                checkpoint.require_sealed(path)
+                snapshots.read_sealed(path)
                 return version, path
             except ConfigError as problem:
                 self.damaged.append(f"{path.name}: {problem}")
@@ -283,9 +279,9 @@ class RunDir:
 
         Raises ConfigError if the run's config.json is damaged.
         """
-        recorded = self._recorded()
+        recorded = self._read_config()
         if "config" not in recorded:
-            raise _damaged(self.path / CONFIG, "it has no config")
+            raise _damaged_config(self.path / CONFIG, "it has no config")
         before = dict(leaves(recorded["config"]))
         now = dict(leaves(json.loads(json.dumps(config))))
         return [
@@ -299,7 +295,7 @@ class RunDir:
 
         Raises ConfigError if that file is damaged.
         """
-        found: dict[str, str] = self._recorded().get("hub", {})
+        found: dict[str, str] = self._read_config().get("hub", {})
         return found
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
@@ -307,15 +303,15 @@ class RunDir:
         with writing(self.path):
             write_whole(self.path / name, json.dumps(content, indent=2) + "\n")
 
-    def _recorded(self) -> Mapping[str, Any]:
+    def _read_config(self) -> Mapping[str, Any]:
         """The content of config.json. Raises ConfigError if the file is damaged."""
         path = self.path / CONFIG
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as problem:
-            raise _damaged(path, str(problem)) from None
+            raise _damaged_config(path, str(problem)) from None
         if not isinstance(found, Mapping):
-            raise _damaged(path, f"a {type(found).__name__} where an object was needed")
+            raise _damaged_config(path, f"a {type(found).__name__} where an object was needed")
         return found
 
 
@@ -328,7 +324,7 @@ def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(value, f"{name}.{key}" if name else str(key))
 
 
-def _damaged(path: Path, why: str) -> ConfigError:
+def _damaged_config(path: Path, why: str) -> ConfigError:
     return ConfigError(
         f"--resume: {path} is damaged ({why}); restore it from a copy, or start again with a new --run-dir"
     )
@@ -342,21 +338,17 @@ def provenance(graph_file: Path) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    command = ["git", "-C", str(graph_file.parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        git_commit = run_program(command, within_s=10).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        git_commit = None
     return {
         "packages": versions,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "git_commit": _git_commit(graph_file.parent),
+        "git_commit": git_commit,
     }
-
-
-def _git_commit(directory: Path) -> str | None:
-    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        done = run_program(command, within_s=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 BEST = "best.json"

@@ -64,7 +64,7 @@ class UnfinishedEvaluation:
             return None
         found = dict(leaves(json.loads(json.dumps(config))))
         options = {name: value for name, value in found.items() if not name.startswith(ELSEWHERE)}
-        return cls(graph, options, dict(_files(options)))
+        return cls(graph, options, dict(_stamp_files(options)))
 
     @staticmethod
     def is_in(run_dir: Path | None) -> bool:
@@ -75,10 +75,10 @@ class UnfinishedEvaluation:
         """The claimed directory of the run: that of an unfinished evaluation with the same answers, if there is one
         (`named`, or else the newest in `runs/`). Raises ConfigError if the answers in `named` differ."""
         if named is None:
-            return self._found() or RunDir.claimed_fresh(self.graph.name)
+            return self._find_unfinished() or RunDir.claimed_fresh(self.graph.name)
         if self.is_in(named):
             directory = RunDir.claimed(named, goes_on=True)
-            if others := self._differing(directory):
+            if others := self._find_differences(directory):
                 directory.release()
                 raise ConfigError(
                     f"--run-dir {named} has answers of an evaluation that ended early, and this one differs: "
@@ -87,32 +87,34 @@ class UnfinishedEvaluation:
             return directory
         return RunDir.claimed(named)
 
-    def _found(self) -> RunDir | None:
+    def _find_unfinished(self) -> RunDir | None:
         begun = Path("runs").glob(f"{self.graph.name}-*/{UNFINISHED}")
         for path in sorted((path.parent for path in begun), reverse=True):
             try:
                 directory = RunDir.claimed(path, goes_on=True)
             except ConfigError:  # in use, or not writable
                 continue
-            if rollout_files(path) and not self._differing(directory):
+            if rollout_files(path) and not self._find_differences(directory):
                 return directory
             directory.release()
             forget_commits()
         return None
 
-    def _differing(self, directory: RunDir) -> list[str]:
+    def _find_differences(self, directory: RunDir) -> list[str]:
         """The differences between what the answers in a directory depend on and what is so now."""
         try:
             before = json.loads((directory.path / UNFINISHED).read_text(encoding="utf-8"))
-            found = _different(before["options"], self.options) + _different(before["files"], self.files, "has changed")
+            found = _compare_values(before["options"], self.options) + _compare_values(
+                before["files"], self.files, "has changed"
+            )
             if found:
                 return found
             take_commits(directory.hub_commits())
-            return _different(before["rows"], self._rows(), "has other rows")
+            return _compare_values(before["rows"], self._digest_rows(), "has other rows")
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return [f"{UNFINISHED} there cannot be read"]
 
-    def _rows(self) -> dict[str, str]:
+    def _digest_rows(self) -> dict[str, str]:
         """Set -> digest of the rows that are asked of the model."""
         found: dict[str, str] = {}
         for name, node in self.graph.nodes.items():
@@ -126,7 +128,7 @@ class UnfinishedEvaluation:
             (directory.path / name).unlink(missing_ok=True)
         for _, made in steps_of(directory.checkpoints):
             rmtree(made)
-        content = {"options": self.options, "files": self.files, "rows": self._rows()}
+        content = {"options": self.options, "files": self.files, "rows": self._digest_rows()}
         directory.write(UNFINISHED, content)
 
     @staticmethod
@@ -135,7 +137,7 @@ class UnfinishedEvaluation:
         (directory.path / UNFINISHED).unlink(missing_ok=True)
 
 
-def _different(before: Mapping[str, Any], now: Mapping[str, Any], how: str = "") -> list[str]:
+def _compare_values(before: Mapping[str, Any], now: Mapping[str, Any], how: str = "") -> list[str]:
     return [
         f"{name} {how}" if how else f"{name} is {now.get(name)!r}, was {before.get(name)!r}"
         for name in sorted({*before, *now})
@@ -143,7 +145,7 @@ def _different(before: Mapping[str, Any], now: Mapping[str, Any], how: str = "")
     ]
 
 
-def _files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _stamp_files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Every file and directory on this machine that an option names, such as a model, a reward or a template."""
     named = [value for name, value in options.items() if name.rpartition(".")[2] not in TEXTS]
     texts = [text for value in named for text in (value if isinstance(value, list) else [value])]
@@ -151,12 +153,15 @@ def _files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         with suppress(ConfigError, OSError):  # a word that is no path, such as one of 300 characters
             path = user_path(name)
             if path.is_file():
-                yield name, _stamp(path)
+                yield name, _stamp_file(path)
             elif path.is_dir():
-                yield name, " ".join(f"{one.name} {_stamp(one)}" for one in sorted(path.iterdir()) if one.is_file())
+                yield (
+                    name,
+                    " ".join(f"{one.name} {_stamp_file(one)}" for one in sorted(path.iterdir()) if one.is_file()),
+                )
 
 
-def _stamp(path: Path) -> str:
+def _stamp_file(path: Path) -> str:
     found = path.stat()
     return f"{found.st_size} {found.st_mtime_ns}"
 

@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from flowrl.errors import FlowrlError, LaneFailed, Stalled
 from flowrl.graph.analysis.branches import may_end
-from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.checkpoints import checkpoint, snapshots
 from flowrl.runtime.checkpoints.rundir import writing
 from flowrl.runtime.driver.job import Job, RunState
 from flowrl.runtime.driver.locks import BatchEnd, Locks
@@ -253,7 +253,7 @@ class Driver:
                 await asyncio.to_thread(self.job.rewind)
                 self.records.open(self._endpoint, self.stop_early)
             self.lookout.accounting = accounting = self.records.accounting
-            accounting.kept(*checkpoint.made(messages), checkpoint.kept_requests(messages))
+            accounting.kept(*snapshots.made(messages), snapshots.kept_requests(messages))
             if (source := self.job.resume_from) is not None:
                 self.view.progress("driver", f"resumed from {source.name}: {len(messages)} messages in flight")
         await self.phases.hold_resumed()

@@ -1,7 +1,7 @@
 """The checkpoints of one run: when one is due, what it waits for, how it is taken, and which is the best so far.
 
 `RunCheckpoints` decides and writes, `Snapshotter` takes a snapshot of the running processes and restores one;
-`checkpoints.checkpoint` defines what a snapshot is. If a process is lost while the snapshot is collected, the others
+`checkpoints.snapshots` defines what a snapshot is. If a process is lost while the snapshot is collected, the others
 resume, and the snapshot is taken again: what the lost one has not reported is reported by others, once they know of the
 loss and are not paused.
 
@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
-from flowrl.runtime.checkpoints import checkpoint, resume
+from flowrl.runtime.checkpoints import checkpoint, resume, snapshots
 from flowrl.runtime.checkpoints.rundir import Best, read_best, sync_records, writing
 from flowrl.runtime.driver.job import Job, RunOptions, RunState
 from flowrl.runtime.driver.locks import Locks
@@ -136,7 +136,7 @@ class Snapshotter:
 
             def write(stop: threading.Event) -> None:
                 ledger.write(directory)
-                checkpoint.write_state(directory, snapshot, {**facts, "versions": versions})
+                snapshots.write_state(directory, snapshot, {**facts, "versions": versions})
 
             await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.hosts))
             await to_its_end(write)
@@ -144,9 +144,9 @@ class Snapshotter:
                 await self._write_node_files(directory, halted=True)
             return head
 
-    async def _collect_state(self, directory: Path) -> checkpoint.Snapshot:
+    async def _collect_state(self, directory: Path) -> snapshots.Snapshot:
         """Pause the graph and collect its state, except what `_take_kept` takes."""
-        orders, snapshot = self._orders, checkpoint.Snapshot()
+        orders, snapshot = self._orders, snapshots.Snapshot()
         for prefixes in await orders.on_nodes(self._replicas_with("snapshot"), "snapshot"):
             snapshot.prefixes.update(prefixes)
         await orders.ask_all("pause")
@@ -180,15 +180,15 @@ class Snapshotter:
         ]
         await self._orders.on_nodes(chosen, "checkpoint", path=str(directory))
 
-    async def _take_kept(self, host: str, snapshot: checkpoint.Snapshot) -> None:
+    async def _take_kept(self, host: str, snapshot: snapshots.Snapshot) -> None:
         """Take the messages and records that the process has set aside for this snapshot; it runs meanwhile."""
         while page := await self._orders.page(host, "kept"):
-            snapshot.take(checkpoint.unpage(page))
+            snapshot.take(snapshots.unpage(page))
 
     async def put_back(self, state: Mapping[str, Any]) -> None:
         """Send the states and messages of a checkpoint (`read_state`) to the processes, before their nodes run."""
         orders = self._orders
-        messages: dict[str, list[checkpoint.SavedMessage]] = {host: [] for host in orders.hosts}
+        messages: dict[str, list[snapshots.SavedMessage]] = {host: [] for host in orders.hosts}
         for producer, edge, consumer, envelope in state["messages"]:
             name, replica = producer.split("/")
             index = int(replica) % len(orders.replicas(name))
@@ -201,11 +201,11 @@ class Snapshotter:
             return {
                 "sent": state["sent"],
                 "cursors": {out: cursor for out, cursor in state["cursors"].items() if out.partition(" ")[0] in mine},
-                "states": {name: checkpoint.beside(state["states"][name]) for name in mine if name in state["states"]},
+                "states": {name: snapshots.beside(state["states"][name]) for name in mine if name in state["states"]},
             }
 
         async def send_messages(host: str) -> None:
-            for page in checkpoint.pages(messages[host]):
+            for page in snapshots.pages(messages[host]):
                 await orders.ask(host, "send again", page)
 
         await orders.ask_all("restore", states_in)
@@ -354,7 +354,7 @@ class RunCheckpoints:
         """Send the processes the content of the checkpoint that the run resumes. Returns its messages, or []."""
         if self._job.resume_from is None:
             return []
-        state = await asyncio.to_thread(checkpoint.read_state, self._job.resume_from)
+        state = await asyncio.to_thread(snapshots.read_state, self._job.resume_from)
         await self._snapshotter.put_back(state)
         messages: list[Any] = state["messages"]
         return messages

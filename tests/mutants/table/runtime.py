@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         name="full_disk_ends_the_run",
         fault="a failure to write samples ends the run",
-        function="_attempt",
+        function="_try_to_write",
         before="except (OSError, ValueError, TypeError, ImportError, MemoryError) as problem:  # including what pyarrow raises",
         after="except (ValueError, TypeError, ImportError, MemoryError) as problem:  # including what pyarrow raises",
         test="tests/commands/test_samples.py::test_a_full_disk_stops_the_keeping_and_is_told_once",

@@ -18,7 +18,7 @@ from typing import Any
 from flowrl import Cluster, Machine
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild_graph
-from flowrl.runtime.checkpoints.checkpoint import read_state
+from flowrl.runtime.checkpoints.snapshots import read_state
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.process.context import ReplicaPlace
 from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec

@@ -19,6 +19,8 @@ from flowrl.messages import Batch, Group, Prompt, Sample, Tombstone, Trainable
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.checkpoint import Snapshot
 from flowrl.wire.encoding.schema import Envelope
+from flowrl.runtime.checkpoints import checkpoint, snapshots
+from flowrl.runtime.checkpoints.snapshots import Snapshot
 
 
 def prompt(name: str) -> Prompt:
@@ -86,8 +88,8 @@ def test_a_batch_under_way_trains_the_same_samples_in_the_same_steps_after_a_res
     rows = [replace(sample(f"s{i}"), token_ids=np.zeros(2 + i * 7 % 11, np.int32)) for i in range(8)]
     sent = replace(batch(), samples=tuple(rows), optimizer_steps=2, token_budget=64)
     snapshot = Snapshot(messages=[("batcher/0", "x.out -> y.in", "", Envelope(b"1" * 16, body=sent))])
-    checkpoint.write_state(tmp_path, snapshot, {})
-    ((*_, envelope),) = checkpoint.read_state(tmp_path)["messages"]
+    snapshots.write_state(tmp_path, snapshot, {})
+    ((*_, envelope),) = snapshots.read_state(tmp_path)["messages"]
     assert steps(envelope.body.split(2)) == steps(envelope.body.split(3)) == steps(sent.split(2))
     assert steps(sent.split(2)) == [{"s0", "s1", "s2", "s3"}, {"s4", "s5", "s6", "s7"}]
 
@@ -106,7 +108,7 @@ def steps(parts: Sequence[Batch]) -> list[set[str]]:
 def test_what_is_made_already_is_found_in_the_messages() -> None:
     rollout = Sample(**{f.name: getattr(sample("x"), f.name) for f in fields(Sample)})
     bodies = [rollout, sample("y"), Group("g", (sample("z"),), 1), batch("b"), prompt("p")]
-    generated, scored = checkpoint.made(("a/0", "x.out -> y.in", "", Envelope(b"1", body=body)) for body in bodies)
+    generated, scored = snapshots.made(("a/0", "x.out -> y.in", "", Envelope(b"1", body=body)) for body in bodies)
     assert (generated, scored) == ({"x", "y", "z", "b"}, {"y", "z", "b"})
 
 
@@ -116,8 +118,8 @@ def test_state_survives_the_disk(tmp_path: Path) -> None:
         sent={b"9"},
         states={"a/0": b"s"},
     )
-    checkpoint.write_state(tmp_path, snapshot, {"version": 5})
-    state = checkpoint.read_state(tmp_path)
+    snapshots.write_state(tmp_path, snapshot, {"version": 5})
+    state = snapshots.read_state(tmp_path)
     ((producer, edge, consumer, envelope),) = state["messages"]
     assert (producer, edge, consumer, envelope.ticket, envelope.group_id) == ("a/0", "x.out -> y.in", "", 3, "g")
     assert envelope.body.token_ids.tolist() == [0, 1, 2]
@@ -125,11 +127,11 @@ def test_state_survives_the_disk(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "FORMAT", 9)
-    checkpoint.write_state(tmp_path, Snapshot(), {})
+    monkeypatch.setattr(snapshots, "FORMAT", 9)
+    snapshots.write_state(tmp_path, Snapshot(), {})
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="format 9"):
-        checkpoint.read_state(tmp_path)
+        snapshots.read_state(tmp_path)
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:

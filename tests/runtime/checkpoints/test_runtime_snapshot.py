@@ -14,6 +14,7 @@ from flowrl.errors import FlowrlError, NodeFailed, WireError
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.messages.episode import EpisodeRecord
 from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.checkpoints import checkpoint, snapshots
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.process import engine
@@ -110,7 +111,7 @@ def test_a_cut_at_any_moment_loses_nothing(name: str, kind: dict[str, Any], want
 def test_a_large_cut_travels_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(checkpoint, limit, 1)
     run_with_cuts("line", tmp_path, 0.1, kind="plain")
-    assert len(checkpoint.read_state(tmp_path / "cut0")["messages"]) > 5
+    assert len(snapshots.read_state(tmp_path / "cut0")["messages"]) > 5
     assert sorted(SEEN) == sorted(f"r0{name}" for name in ALL)
 
 
@@ -220,11 +221,11 @@ def test_records_are_of_the_moment_at_which_pages_are_made_and_messages_are_pack
     steps: list[Mapping[str, Any]] = [{"reward": 1.0}]
     record = EpisodeRecord(steps=cast(Any, steps))
     message = Thing(7)
-    found = checkpoint.pages(
+    found = snapshots.pages(
         [("a/0", "in", "", Envelope(b"r", body=record)), ("a/0", "e", "", Envelope(b"m", 0, "", 0, message))]
     )
     steps.append({"reward": 2.0})
-    one, other = [envelope.body for page in found for *_, envelope in checkpoint.unpage(page)]
+    one, other = [envelope.body for page in found for *_, envelope in snapshots.unpage(page)]
     assert isinstance(one, EpisodeRecord) and list(one.steps) == [{"reward": 1.0}]
     assert isinstance(other, Thing) and other.index == 7
 

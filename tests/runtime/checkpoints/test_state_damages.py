@@ -14,9 +14,9 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild_graph
-from flowrl.runtime.checkpoints import checkpoint, resume
-from flowrl.runtime.checkpoints.checkpoint import SEAL, STATE
+from flowrl.runtime.checkpoints import checkpoint, resume, snapshots
 from flowrl.runtime.checkpoints.rundir import RunDir
+from flowrl.runtime.checkpoints.snapshots import SEAL, STATE
 from flowrl.testing import run_graph
 from flowrl.testing.graph_run import EIGHT_CORES
 
@@ -39,7 +39,7 @@ def seal_again(path: Path, data: bytes) -> None:
 
 
 def packed_of(path: Path) -> bytes:
-    return (path / STATE).read_bytes()[len(SEAL) + checkpoint.DIGEST_BYTES :]
+    return (path / STATE).read_bytes()[len(SEAL) + snapshots.DIGEST_BYTES :]
 
 
 def require(path: Path) -> dict[str, int]:
@@ -114,7 +114,7 @@ def test_a_state_of_other_values_is_one_sentence_that_names_the_checkpoint_and_a
             packed = msgpack.packb(exchanged(content, rng)) if seed % 3 else damaged_bytes(whole, rng)
         except (TypeError, ValueError):
             continue
-        (path / STATE).write_bytes(SEAL + checkpoint._digest(packed) + packed)
+        (path / STATE).write_bytes(SEAL + snapshots._digest(packed) + packed)
         try:
             require(path)
         except ConfigError as problem:
@@ -129,7 +129,7 @@ def test_a_state_of_an_earlier_flowrl_is_read(copied: Path) -> None:
     path = newest(copied)
     before = require(path)
     (path / STATE).write_bytes(packed_of(path))
-    checkpoint.require_sealed(path)
+    snapshots.read_sealed(path)
     assert require(path) == before
 
 

@@ -159,11 +159,11 @@ def test_segments_of_other_checkpoints_are_linked_and_not_summed_again(life: Lif
         life.work()
     life.checkpoint()
     life.work()
-    with mock.patch.object(checkpoint, "_sum", wraps=checkpoint._sum) as summed:
+    with mock.patch.object(checkpoint, "_sum_piece", wraps=checkpoint._sum_piece) as summed:
         life.checkpoint()
     before, now = segments_of(life.at(40)), segments_of(life.at(41))
     assert os.path.samefile(before[0], now[0]) and len(now) == 2
-    assert [call.args[0].path.name for call in summed.call_args_list] == [now[1].name]
+    assert [call.args[0].name for call in summed.call_args_list] == [now[1].name]
     entries = [checkpoint.read_manifest(life.at(step))["files"][f"ledger/{now[0].name}"] for step in (40, 41)]
     assert entries[0] == entries[1]
 
