@@ -94,7 +94,7 @@ def test_a_quickstart_has_a_directory_of_its_own(
     taken: list[RunDir] = []
 
     def claimed(launch: Launch) -> Result:
-        taken.append(launch._directory())
+        taken.append(launch._claim_directory())
         return Result(taken[-1].path, Outcome(0, {}, False, 0.0), None)
 
     monkeypatch.setattr(Launch, "run", claimed)
