@@ -27,7 +27,6 @@ from flowrl.graph.graph import carried_type
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Port, Serve
 from flowrl.messages import Message, Tombstone
-from flowrl.runtime.checkpoints.checkpoint import read_state
 from flowrl.runtime.checkpoints.snapshots import read_state
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.ledger.accounting import Accounting

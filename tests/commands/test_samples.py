@@ -196,7 +196,13 @@ def keeper(
     run_dir: Path, told: list[str] | None = None, open_: set[str] | None = None, in_flight: int = 0
 ) -> KeptSamples:
     books = Books(set() if open_ is None else open_)
-    return KeptSamples(run_dir, books, in_flight=in_flight, warn=[].append if told is None else told.append)
+    return KeptSamples(
+        run_dir,
+        is_open=books.is_open,
+        was_admitted=books.was_admitted,
+        in_flight=in_flight,
+        warn=[].append if told is None else told.append,
+    )
 
 
 def kept(run_dir: Path) -> list[dict[str, Any]]:

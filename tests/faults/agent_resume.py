@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.messages.episode import EpisodeRecord
 from flowrl.messages import Prompt
+from flowrl.messages.episode import EpisodeRecord
 from flowrl.runtime.checkpoints.checkpoint import steps_of
 from flowrl.runtime.checkpoints.snapshots import read_state
 from tests.faults.kills import Find, driver, host

@@ -235,7 +235,7 @@ BROAD_EXCEPTS = {
     "runtime/process/context.py: _call_in_thread",
     "runtime/process/engine.py: attributed",
     "runtime/process/engine.py: ProcessEngine._run_named",
-    "runtime/process/replica.py: Replica._body",
+    "runtime/process/replica.py: Replica._run_body",
     "runtime/ledger/ledger_file.py: open_to_read",
     "runtime/ledger/ledger_file.py: open_to_write",
     "wire/in_ports.py: Inbound._run",

@@ -29,15 +29,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgpack
-import numpy as np
-import numpy.typing as npt
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.ledger.ledger_file import sync_file
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
-from flowrl.wire.encoding.codec import dump_value, load_message
-from flowrl.wire.encoding.schema import Envelope
-from flowrl.wire.items import ItemKey
 
 STEP_DIR = re.compile(r"step_(\d{6,})")
 ASIDE = ".old"

@@ -38,6 +38,7 @@ from flowrl.runtime.driver.ray_cluster import RayCluster
 from flowrl.runtime.driver.run_checkpoints import RunCheckpoints, lend_to_trainers
 from flowrl.runtime.driver.run_processes import Orders, RunProcesses
 from flowrl.runtime.driver.run_records import RunRecords
+from flowrl.runtime.telemetry import trace
 from flowrl.runtime.telemetry.view import View
 from flowrl.wire.endpoint import Endpoint
 
@@ -228,9 +229,9 @@ class Driver:
         self.tickets.pause("start")
         for kind, handler in (
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
-            ("statistics", self.records.absorb),
-            ("episode", self.records.add_episode),
-            ("samples", self.records.add_samples),
+            ("statistics", self.records.add_statistics),
+            ("episode", lambda host, body: self.records.episodes.add(**body)),
+            ("samples", lambda host, body: self.records.samples.add(body)),
             ("judged", self.records.add_judged),
             ("give up", lambda host, body: self._notify_all("give up", body)),
             ("lock", self._locks.take),
@@ -241,7 +242,7 @@ class Driver:
             self._endpoint.on(kind, handler)
         self.view.progress("driver", f"starting {len(self.job.slots)} processes")
         await self.hosts.start(self.job.slots, self.job.specs)
-        self._send_trace_level(self.records.trace_level)
+        self._send_trace_level(trace.OFF if self.records.trace is None else self.records.trace.level)
 
     async def _run_nodes(self) -> Evaluations:
         with self.lookout.doing("the set-up of the nodes"):

@@ -28,8 +28,8 @@ from typing import Any
 from flowrl.errors import LaneFailed, Stalled
 from flowrl.graph.analysis.plan import Plan
 from flowrl.runtime.driver.run_processes import RunProcesses
-from flowrl.wire.endpoint import Endpoint
 from flowrl.runtime.ledger.accounting import Accounting
+from flowrl.wire.endpoint import Endpoint
 
 STALL_S = 120.0
 DRIVER = "the driver"

@@ -31,6 +31,7 @@ class RunRecords:
 
     accounting: Accounting
     metrics: Metrics
+    samples: KeptSamples
 
     def __init__(
         self,
@@ -48,12 +49,13 @@ class RunRecords:
         self._state = state
         self._view = view
         self._config = config
-        self._episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
+        self.episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
         self._tables = SampleTables(job.options.tracking)
-        self._trace: trace.TraceWriter | None = None
+        self.trace: trace.TraceWriter | None = None
+        """The trace of the run; None with --trace off."""
         if job.options.trace != "off":
             limit = trace.LIMIT_BYTES if job.options.trace == "sampled" else None
-            self._trace = trace.TraceWriter(job.run_dir / "trace.json", limit_bytes=limit, on_level=send_trace_level)
+            self.trace = trace.TraceWriter(job.run_dir / "trace.json", limit_bytes=limit, on_level=send_trace_level)
         self._lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         """The records of steps whose lines are not written yet; None ends `write_lines`."""
 
@@ -68,15 +70,19 @@ class RunRecords:
             job.run_dir,
             self._tickets,
             on_step=self.on_step,
-            on_closed=lambda *sample: samples.closed(*sample),
+            on_closed=lambda *sample: self.samples.closed(*sample),
             bound=job.plan.numbers.max_staleness,
             own_clock=job.plan.own_clock,
             resume=job.resume_from is not None,
             restored_from=job.resume_from,
         )
-        in_flight = job.plan.numbers.samples_in_flight
-        self._samples = samples = KeptSamples(
-            job.run_dir, self.accounting, in_flight=in_flight, warn=self._view.warning, shown=self._show_sample
+        self.samples = KeptSamples(
+            job.run_dir,
+            is_open=self.accounting.is_open,
+            was_admitted=self.accounting.was_admitted,
+            in_flight=job.plan.numbers.samples_in_flight,
+            warn=self._view.warning,
+            shown=self._show_sample,
         )
         self._early_stop = EarlyStop(job.options.stop, stop_early)
         if job.resume_from is not None:
@@ -98,15 +104,20 @@ class RunRecords:
     def close(self, *, orderly: bool) -> None:
         """Close every record, even if others fail to close. Raises the last failure."""
         with writing(self._job.run_dir), ExitStack() as records:
-            if self._trace is not None:
-                records.callback(self._trace.close)
-            records.callback(self._episodes.close)
+            if self.trace is not None:
+                records.callback(self.trace.close)
+            records.callback(self.episodes.close)
             if not self.is_open:
                 return
             records.callback(self.metrics.close)
-            records.callback(self._samples.close)
+            records.callback(self.samples.close)
             records.callback(self.accounting.close, orderly=orderly)
-            records.callback(self._write_last_lines)
+
+            def write_last_lines() -> None:
+                while not self._lines.empty() and (record := self._lines.get_nowait()) is not None:
+                    self._write_line(record)
+
+            records.callback(write_last_lines)
             records.callback(self.accounting.bookings.commit)
 
     @property
@@ -114,28 +125,15 @@ class RunRecords:
         """The metric of --stop.metric, if it had no value in this run; "" otherwise."""
         return self._early_stop.unseen
 
-    @property
-    def trace_level(self) -> int:
-        """What the processes trace now."""
-        return trace.OFF if self._trace is None else self._trace.level
-
     # Reports of processes
 
-    def absorb(self, host: str, body: dict[str, Any]) -> None:
+    def add_statistics(self, host: str, body: dict[str, Any]) -> None:
         """Take a process's statistics and trace."""
         self.statistics.absorb(body, time.monotonic())
         self._view.statistics(self.statistics, self._tickets.why_waiting)
-        if self._trace is not None:  # else the process has recorded this before it was told the level
+        if self.trace is not None:  # else the process has recorded this before it was told the level
             with writing(self._job.run_dir):
-                self._trace.write(body["trace"])
-
-    def add_episode(self, host: str, body: dict[str, Any]) -> None:
-        """Take an attempt at an episode."""
-        self._episodes.add(**body)
-
-    def add_samples(self, host: str, body: Any) -> None:
-        """Take samples that the run keeps."""
-        self._samples.add(body)
+                self.trace.write(body["trace"])
 
     def add_judged(self, host: str, body: dict[str, Any]) -> None:
         """Take the figures on held-out rows that a trainer has measured after its last batch."""
@@ -174,16 +172,12 @@ class RunRecords:
         """Returns when the lines of all steps and the kept samples are written."""
         await self.accounting.bookings.done()
         await self._lines.join()
-        await self._samples.flush()
+        await self.samples.flush()
 
     def evaluated(self, phase: str, version: int, figures: Mapping[str, float]) -> None:
         """Write the figures of an evaluation of `version`."""
         with writing(self._job.run_dir):
             self.metrics.evaluation(phase, version, {f"evaluation/{key}": value for key, value in figures.items()})
-
-    def _write_last_lines(self) -> None:
-        while not self._lines.empty() and (record := self._lines.get_nowait()) is not None:
-            self._write_line(record)
 
     def _write_line(self, record: dict[str, Any]) -> Mapping[str, Any]:
         with writing(self._job.run_dir):

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger.bookings import Bookings
@@ -36,18 +36,15 @@ from flowrl.runtime.ledger.request_ledger import RequestLedger
 from flowrl.runtime.ledger.sample_fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
 from flowrl.wire.tickets import Tickets
 
+if TYPE_CHECKING:
+    from flowrl.channel.endpoint import Endpoint
+
 __all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
 
 LedgerRow = Sequence[Any]
 
 USES_AT_ONCE = 250
 """Number of uses that are booked in one piece, which takes some 10 ms."""
-
-
-class Handlers(Protocol):
-    """Where accounting registers its handlers: `flowrl.wire.endpoint.Endpoint`."""
-
-    def on(self, kind: str, handler: Callable[..., Any]) -> None: ...
 
 
 class Accounting:
@@ -101,7 +98,7 @@ class Accounting:
             "episode": self._book_episode,
             "episode failed": self._requests.episode_failed,
             "scored": self._book_score,
-            "lost": self._book_loss,
+            "lost": self._book_lost,
             "step": self._book_step,
             "finished": self._fates.finished,
             "holds": self.tickets.holds,
@@ -115,7 +112,7 @@ class Accounting:
             known = {group.ticket: (tuple(group.held), group.known()) for group in groups}
             tickets.restore(known, self.ledger.next_number("tickets"))
 
-    def serve(self, endpoint: Handlers) -> None:
+    def serve(self, endpoint: Endpoint) -> None:
         """Register the handlers for the `LedgerClient` of every host."""
 
         async def admit(host: str, body: Mapping[str, Any]) -> int | None:
@@ -278,7 +275,7 @@ class Accounting:
         if sample_id not in self._scored_before:
             self.ledger.add("scored", reward, at_s, sample_id)
 
-    def _book_loss(
+    def _book_lost(
         self,
         trainers: Sequence[str] | None,
         group_id: str,

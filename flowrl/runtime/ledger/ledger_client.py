@@ -13,7 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,19 +23,15 @@ from flowrl.runtime.ledger.long_tables import EARLY
 from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_of
 from flowrl.wire.encoding.cost import chunked
 
+if TYPE_CHECKING:
+    from flowrl.channel.endpoint import Endpoint
+
 SEND_WITHIN_S = 0.05
 BOOKED_WITHIN_S = 60.0
 """A server that answers now has sent its reports of answers this long ago: its loop runs, and so do its timers."""
 DRIVER = "driver"
 AGAIN = "request again"
 """Kind of the report of a request that its caller makes."""
-
-
-class LedgerLink(Protocol):
-    """The part of `flowrl.wire.endpoint.Endpoint` that the client uses."""
-
-    async def request(self, host: str, kind: str, body: dict[str, Any]) -> Any: ...
-    def notify(self, host: str, kind: str, body: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ class EvaluationRow:
 class LedgerClient:
     """Collects and sends the events of one node replica. `stand_ins` are the nodes that may lose a replica."""
 
-    def __init__(self, link: LedgerLink, replica: str, *, stand_ins: Collection[str] = ()) -> None:
+    def __init__(self, link: Endpoint, replica: str, *, stand_ins: Collection[str] = ()) -> None:
         self.replica = replica
         self._link = link
         self._stand_ins = frozenset(stand_ins)

@@ -27,7 +27,6 @@ from flowrl.graph.machine import require_files
 from flowrl.graph.node import Node
 from flowrl.hub import take_commits
 from flowrl.machine.processes import pid_space
-from flowrl.runtime.checkpoints.checkpoint import SavedMessage, beside, pages, unpage
 from flowrl.runtime.checkpoints.snapshots import SavedMessage, beside, pages, unpage
 from flowrl.runtime.process.context import DRIVER, ReplicaPlace
 from flowrl.runtime.process.replica import Replica, connect_ports

@@ -19,7 +19,6 @@ from flowrl.graph.ports import Call, In, Out, Serve
 from flowrl.messages import Prompt, Tombstone
 from flowrl.messages.base import type_name
 from flowrl.messages.episode import Turn
-from flowrl.runtime.checkpoints.checkpoint import SavedMessage
 from flowrl.runtime.checkpoints.snapshots import SavedMessage
 from flowrl.runtime.process.context import DRIVER, NodeContext, ReplicaPlace
 from flowrl.runtime.telemetry.trace import TraceBuffer

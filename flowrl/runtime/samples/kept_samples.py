@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from flowrl.runtime.ledger.accounting import Accounting
 from flowrl.runtime.samples.rollout_files import FOLDER, bound_rollouts, rollout_files, write_rollouts
 from flowrl.runtime.samples.sample_notes import TRAIN, SampleRecord, text_bytes
 
@@ -41,20 +40,23 @@ V = TypeVar("V")
 class KeptSamples:
     """Use only on the driver's event loop.
 
-    `shown` gets every row that is kept. `in_flight` is the number of samples that can be in flight.
+    `is_open` and `was_admitted` tell whether a sample is in flight, and whether it ever was; samples of evaluations
+    never are. `shown` gets every row that is kept. `in_flight` is the number of samples that can be in flight.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        accounting: Accounting,
         *,
+        is_open: Callable[[str], bool],
+        was_admitted: Callable[[str], bool],
         warn: Callable[[str], None],
         in_flight: int = 0,
         shown: Callable[[SampleRecord], None] = lambda row: None,
     ) -> None:
         self._run_dir = run_dir
-        self._accounting, self._warn, self._shown = accounting, warn, shown
+        self._is_open, self._was_admitted = is_open, was_admitted
+        self._warn, self._shown = warn, shown
         self._open: OrderedDict[str, SampleRecord] = OrderedDict()
         """Records of samples whose state is not known yet."""
         self._closed: OrderedDict[str, SampleRecord | None] = OrderedDict()
@@ -78,8 +80,8 @@ class KeptSamples:
                 if (state := self._closed[sample_id]) is not None:
                     self._closed[sample_id] = None
                     self._keep_row(record | state)
-            elif not self._accounting.is_open(sample_id):
-                if self._accounting.was_admitted(sample_id):
+            elif not self._is_open(sample_id):
+                if self._was_admitted(sample_id):
                     self._note_lost("records come so late that the states of their samples are forgotten")
             elif _add_bounded(self._open, sample_id, record, self._most_open):
                 self._note_lost(f"more than {self._most_open} records wait for the states of their samples")

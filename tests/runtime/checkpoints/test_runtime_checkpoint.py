@@ -16,11 +16,9 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Prompt, Sample, Tombstone, Trainable
-from flowrl.runtime.checkpoints import checkpoint
-from flowrl.runtime.checkpoints.checkpoint import Snapshot
-from flowrl.wire.encoding.schema import Envelope
 from flowrl.runtime.checkpoints import checkpoint, snapshots
 from flowrl.runtime.checkpoints.snapshots import Snapshot
+from flowrl.wire.encoding.schema import Envelope
 
 
 def prompt(name: str) -> Prompt:

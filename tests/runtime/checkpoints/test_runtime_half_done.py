@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flowrl.messages.episode import Episode, EpisodeRecord
 from flowrl.messages import Prompt
+from flowrl.messages.episode import Episode, EpisodeRecord
 from flowrl.runtime.checkpoints.snapshots import read_state
 from flowrl.testing import GraphRun, VirtualClock, run_graph
 from tests.runtime.checkpoints.half_done import SEEN, new_life
