@@ -18,7 +18,7 @@ from flowrl.nodes import Evaluation
 from flowrl.nodes.evaluation import digest_of_rows
 from flowrl.nodes.writers import ProgressCount
 from flowrl.runtime.checkpoints.rundir import RunDir
-from flowrl.runtime.checkpoints.unfinished_evaluation import UNFINISHED, UnfinishedEvaluation, _files
+from flowrl.runtime.checkpoints.unfinished_evaluation import UNFINISHED, UnfinishedEvaluation, _stamp_files
 from flowrl.runtime.samples.rollout_files import write_rollouts
 from flowrl.runtime.samples.sample_notes import held_out_record
 from flowrl.tasks import Row, Task
@@ -121,7 +121,7 @@ def test_the_words_of_a_system_prompt_are_no_files(prompt: str) -> None:
     with_prompt = asked("--task.system-prompt", prompt)
     assert with_prompt.files.keys() == asked().files.keys()
     assert with_prompt.options["task.system_prompt"] == prompt
-    assert dict(_files({"policy.chat_template_kwargs": "x" * 300, "task.reward": "~nobody-here/a.py:f"})) == {}
+    assert dict(_stamp_files({"policy.chat_template_kwargs": "x" * 300, "task.reward": "~nobody-here/a.py:f"})) == {}
 
 
 def test_the_digest_of_rows_tells_prompts_and_answers_apart() -> None:
