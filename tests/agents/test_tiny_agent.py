@@ -44,7 +44,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         final.mkdir()
         (final / RECIPE).touch()
 
-    monkeypatch.setattr("flowrl.machine.cache._make", make)
+    monkeypatch.setattr("flowrl.machine.cache._make_directory", make)
     return names
 
 

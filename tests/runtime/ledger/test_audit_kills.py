@@ -91,7 +91,7 @@ class Kills:
                 (checkpoint, "prune"),
                 (ledger_file, "create"),
                 (ledger_file, "_begin"),
-                (ledger_file, "_replace"),
+                (ledger_file, "_replace_ledger"),
                 (resume, "rewind_metrics"),
             ):
                 name = f"{owner.__name__.rpartition('.')[2]}.{attribute}"
