@@ -90,7 +90,7 @@ class Kills:
                 (checkpoint, "publish"),
                 (checkpoint, "prune"),
                 (ledger_file, "create"),
-                (ledger_file, "_begin"),
+                (ledger_file, "_begin_incarnation"),
                 (ledger_file, "_replace_ledger"),
                 (resume, "rewind_metrics"),
             ):
