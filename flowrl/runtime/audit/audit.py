@@ -118,22 +118,20 @@ def continue_audit(run_dir: Path, *, whole: bool = False) -> AuditReport:
 def _audit(run_dir: Path, seal: Seal | None, *, sealing: bool) -> AuditReport:
     """The audit, again if a resume changed the records meanwhile."""
     if not (run_dir / LEDGER).is_file():
-        raise ConfigError(_no_ledger(run_dir))
+        if (run_dir / METRICS).is_file() or any(run_dir.glob(f"checkpoints/*/{SEGMENTS}")):
+            raise ConfigError(
+                f"{run_dir} has lost its {LEDGER}, so nothing can be proven; each checkpoint has its rows, and flowrl "
+                "run --resume continues from the newest"
+            )
+        if (run_dir / "graph.json").is_file():
+            raise ConfigError(
+                f"{run_dir} holds no {LEDGER}: the run there ended before it could admit anything; start it again"
+            )
+        raise ConfigError(f"{run_dir} holds no run; name a directory in which `flowrl run` has run")
     report = None
     while report is None:
         report = _audit_once(run_dir, seal, sealing=sealing)
     return report
-
-
-def _no_ledger(run_dir: Path) -> str:
-    if (run_dir / METRICS).is_file() or any(run_dir.glob(f"checkpoints/*/{SEGMENTS}")):
-        return (
-            f"{run_dir} has lost its {LEDGER}, so nothing can be proven; each checkpoint has its rows, and flowrl run "
-            "--resume continues from the newest"
-        )
-    if (run_dir / "graph.json").is_file():
-        return f"{run_dir} holds no {LEDGER}: the run there ended before it could admit anything; start it again"
-    return f"{run_dir} holds no run; name a directory in which `flowrl run` has run"
 
 
 def _audit_once(run_dir: Path, seal: Seal | None, *, sealing: bool) -> AuditReport | None:
@@ -191,7 +189,11 @@ def prove(
     `lost` explains why the ledger may lack a commit. With `pages`, those of the ledger, the report has a seal; what is
     as in `seal` is not checked again.
     """
-    terms, strange = _terms(db)
+    terms, strange = Terms(), list[Violation]()
+    try:
+        terms = read_terms(db)
+    except ValueError as error:
+        strange.append(Violation("steps", f"the newest incarnation does not say which nodes train: {error}"))
     values = _parameters(db, terms)
     incarnations = db.execute(f"SELECT number, first_ticket, {', '.join(COLUMNS)} FROM incarnations ORDER BY number")
     parameters = {"values": values, "incarnations": incarnations.fetchall()}
@@ -200,12 +202,18 @@ def prove(
     sums = rows.sums
     sealed = {} if seal is None else seal.holding(db, rows, ended=bool(ended), parameters=parameters)
     groups = check_groups(db, values, {table: of.num_rows for table, of in sums.items()}, sealed)
+    parts = {name.strip(): value or 0 for name, value in groups.figures.items() if name.startswith("  ")}
+    total, unequal = groups.figures["tokens generated"] or 0, list[Violation]()
+    if total != sum(parts.values()):
+        listed = " + ".join(f"{value} {name}" for name, value in parts.items())
+        text = f"{total} policy tokens generated, but {listed} make {sum(parts.values())}"
+        unequal.append(Violation("tokens", text))
     (num_steps,) = db.execute("SELECT COUNT(DISTINCT step) FROM steps").fetchone()
     violations = [
         *strange,
         *groups.violations,
         *apply_rules(db, RUN_CHECKS, {**values, "since": rows.first_step(db) if sealed else 0}),
-        *_equation(groups.figures),
+        *unequal,
         *_tickets_out(db, values),
         *check_lines(db, values["main"], lines, num_known, lost),
         *check_checkpoints(db, checkpoints or {}, lost),
@@ -225,27 +233,12 @@ def prove(
     )
 
 
-def _terms(db: sqlite3.Connection) -> tuple[Terms, list[Violation]]:
-    try:
-        return read_terms(db), []
-    except ValueError as error:
-        return Terms(), [Violation("steps", f"the newest incarnation does not say which nodes train: {error}")]
-
-
 def _parameters(db: sqlite3.Connection, terms: Terms) -> dict[str, Any]:
     """The parameters of the queries: the `main` trainer, whether there are `several`, and lists of nodes as JSON."""
     trainers = terms.trainers or tuple(name for (name,) in db.execute("SELECT DISTINCT trainer FROM steps"))
     lists = {"trainers": terms.trainers, "own_clock": terms.own_clock, "holders": terms.holders}
     texts = {name: None if nodes is None else json.dumps(nodes) for name, nodes in lists.items()}
     return {"main": next(iter(trainers), ""), "several": len(trainers) > 1, **texts}
-
-
-def _equation(figures: Mapping[str, int | None]) -> Iterator[Violation]:
-    parts = {name.strip(): value or 0 for name, value in figures.items() if name.startswith("  ")}
-    total = figures["tokens generated"] or 0
-    if total != sum(parts.values()):
-        listed = " + ".join(f"{value} {name}" for name, value in parts.items())
-        yield Violation("tokens", f"{total} policy tokens generated, but {listed} make {sum(parts.values())}")
 
 
 def _tickets_out(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violation]:

@@ -40,19 +40,16 @@ def check_chain(db: sqlite3.Connection, found: Mapping[str, Sum]) -> Iterator[Vi
         yield Violation("chain", f"the table `contents` does not match commit {before.number}: changed {BY_OTHERS}")
     recorded = {name: (num_rows, row_hashes) for name, num_rows, row_hashes in contents}
     for table in TABLES:
-        yield from _check_table(table, found[table], recorded.get(table))
-
-
-def _check_table(table: str, found: Sum, recorded: tuple[int, str] | None) -> Iterator[Violation]:
-    if recorded is None:
-        yield Violation("chain", f"the table `contents` has no row for the table {table}: removed {BY_OTHERS}")
-    elif found.num_rows != recorded[0]:
-        text = f"the table {table} has {found.num_rows} rows, but the last commit left {recorded[0]}"
-        yield Violation("chain", f"{text}: added or removed {BY_OTHERS}")
-    elif found.row(table) != (table, *recorded):
-        yield Violation(
-            "chain", f"rows of the table {table} differ from what the last commit left: changed {BY_OTHERS}"
-        )
+        if table not in recorded:
+            text = f"the table `contents` has no row for the table {table}: removed"
+        elif found[table].num_rows != recorded[table][0]:
+            num_rows, left = found[table].num_rows, recorded[table][0]
+            text = f"the table {table} has {num_rows} rows, but the last commit left {left}: added or removed"
+        elif found[table].row(table) != (table, *recorded[table]):
+            text = f"rows of the table {table} differ from what the last commit left: changed"
+        else:
+            continue
+        yield Violation("chain", f"{text} {BY_OTHERS}")
 
 
 def missing_heads(db: sqlite3.Connection, heads: Collection[str]) -> set[str]:

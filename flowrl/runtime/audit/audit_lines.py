@@ -71,26 +71,20 @@ def check_lines(
             continue
         if line.step <= newest or (number <= num_known and not cut_off):
             whole.append(line)
-    yield from _order(whole)
-    yield from _gone(booked, whole)
+
+    if whole and whole[0].step != 1:
+        yield Violation("metrics", f"the first line is of step {whole[0].step} instead of step 1")
+    for before, after in itertools.pairwise(whole):
+        if after.step != before.step + 1:
+            yield Violation("metrics", f"after the line of step {before.step} comes the line of step {after.step}")
+    there = {line.step for line in whole}
+    for step in sorted(step for step, of in booked.items() if of.line is not None and step not in there):
+        yield Violation("metrics", f"the line of step {step} was written, but it is missing now: removed {BY_OTHERS}")
+
     yield from _heads(db, [line for line in whole if line.step <= newest], LOST_COMMITS)
     yield from _heads(db, [line for line in whole if line.step > newest], lost)  # steps that a lost commit has booked
     for line in whole:
         yield from _compare(line, booked.get(line.step))
-
-
-def _order(lines: Sequence[Line]) -> Iterator[Violation]:
-    if lines and lines[0].step != 1:
-        yield Violation("metrics", f"the first line is of step {lines[0].step} instead of step 1")
-    for before, after in itertools.pairwise(lines):
-        if after.step != before.step + 1:
-            yield Violation("metrics", f"after the line of step {before.step} comes the line of step {after.step}")
-
-
-def _gone(booked: Mapping[int, Booked], lines: Sequence[Line]) -> Iterator[Violation]:
-    there = {line.step for line in lines}
-    for step in sorted(step for step, of in booked.items() if of.line is not None and step not in there):
-        yield Violation("metrics", f"the line of step {step} was written, but it is missing now: removed {BY_OTHERS}")
 
 
 def _heads(db: sqlite3.Connection, lines: Sequence[Line], lost: str) -> Iterator[Violation]:

@@ -125,7 +125,7 @@ class Statistics:
                 int(grown) if grown.is_integer() else grown
             )  # counts are integers in JSON
         for replica_id, meter in self._busy.items():
-            name = f"{node_of(replica_id)}_busy_s"
+            name = f"{without_replicas(replica_id)}_busy_s"
             line[name] = line.get(name, 0.0) + meter.take()
         for name, (count, total, largest) in self._observed.items():
             line[name], line[f"{name}_max"] = total / count, largest
@@ -133,9 +133,9 @@ class Statistics:
         edges: dict[str, dict[str, float]] = {}
         """Edge -> sum of the depths of its lanes, and of the blocked seconds of its producer's replicas."""
         for lane, depth in self._depth.items():
-            edges.setdefault(edge_of(lane), {"depth": 0, "blocked_s": 0.0})["depth"] += depth
+            edges.setdefault(without_replicas(lane), {"depth": 0, "blocked_s": 0.0})["depth"] += depth
         for end, meter in self._blocked.items():
-            edges.setdefault(edge_of(end), {"depth": 0, "blocked_s": 0.0})["blocked_s"] += meter.take()
+            edges.setdefault(without_replicas(end), {"depth": 0, "blocked_s": 0.0})["blocked_s"] += meter.take()
         return line | {"edges": edges}
 
     def counter_rate(self, name: str) -> float:
@@ -152,14 +152,14 @@ class Statistics:
         rates: dict[str, list[float]] = {}
         for replica_id, meter in self._busy.items():
             if replica_id not in self._lost:
-                rates.setdefault(node_of(replica_id), []).append(min(meter.rate, 1.0))
+                rates.setdefault(without_replicas(replica_id), []).append(min(meter.rate, 1.0))
         return [NodeNow(node, len(busy), sum(busy) / len(busy)) for node, busy in rates.items()]
 
     def edges(self) -> list[EdgeNow]:
         """Every edge, in order of first report: its lanes' depths add up, and its most blocked producer counts."""
         lanes: dict[str, list[str]] = {}
         for lane in self._depth:
-            lanes.setdefault(edge_of(lane), []).append(lane)
+            lanes.setdefault(without_replicas(lane), []).append(lane)
         found = []
         for edge, names in lanes.items():
             producer, consumer = (port.split(".")[0] for port in edge.split(" -> "))
@@ -169,14 +169,9 @@ class Statistics:
         return found
 
 
-def node_of(replica_id: str) -> str:
-    """The node of a replica: "generator" of "generator/0"."""
-    return REPLICA.sub("", replica_id)
-
-
-def edge_of(lane: str) -> str:
-    """The edge of a lane: "generator.rollouts -> reward.rollouts"."""
-    return REPLICA.sub("", lane)
+def without_replicas(name: str) -> str:
+    """The node of a replica, "generator" of "generator/0", or the edge of a lane."""
+    return REPLICA.sub("", name)
 
 
 def consumer_of(lane: str) -> str:

@@ -14,6 +14,7 @@ from flowrl.errors import FlowrlError, NodeFailed, WireError
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.messages.episode import EpisodeRecord
 from flowrl.runtime.checkpoints import checkpoint, snapshots
+from flowrl.runtime.checkpoints import snapshots
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.process import engine
@@ -108,7 +109,7 @@ def test_a_cut_at_any_moment_loses_nothing(name: str, kind: dict[str, Any], want
 
 @pytest.mark.parametrize("limit", ["PAGE_BYTES", "PAGE_MESSAGES"])
 def test_a_large_cut_travels_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(checkpoint, limit, 1)
+    monkeypatch.setattr(snapshots, limit, 1)
     run_with_cuts("line", tmp_path, 0.1, kind="plain")
     assert len(snapshots.read_state(tmp_path / "cut0")["messages"]) > 5
     assert sorted(SEEN) == sorted(f"r0{name}" for name in ALL)
