@@ -44,7 +44,7 @@ def test_what_has_ended_is_left_out() -> None:
         ]
     )
     snapshot.ended.add(("y.in", b"1"))
-    assert [envelope.id for *_, envelope in snapshot.settled()] == [b"2"]
+    assert [envelope.id for *_, envelope in snapshot.unfinished()] == [b"2"]
 
 
 def test_unfinished_prompts_carry_what_was_generated() -> None:
@@ -53,7 +53,7 @@ def test_unfinished_prompts_carry_what_was_generated() -> None:
         messages=[("a/0", "x.out -> y.in", "", Envelope(b"1", body=prompt("x")))],
         prefixes={"x": (tokens, logprobs, versions)},
     )
-    ((*_, envelope),) = snapshot.settled()
+    ((*_, envelope),) = snapshot.unfinished()
     assert isinstance(envelope.body, Prompt)
     assert envelope.body.prefix_token_ids.tolist() == [5, 6]
     assert envelope.body.prefix_versions.tolist() == [3, 4]
@@ -63,9 +63,9 @@ def test_a_gangs_message_is_kept_whole_until_a_rank_has_done_its_part() -> None:
     whole = ("batcher/0", "x.out -> y.in", "", Envelope(b"1", body=batch("x", "y", "z")))
     parts = {("x.out -> y.in", b"1"): {"y/0": b"p0", "y/1": b"p1", "y/2": b"p2"}}
     snapshot = Snapshot(messages=[whole], parts=parts)
-    assert snapshot.settled() == [whole]
+    assert snapshot.unfinished() == [whole]
     snapshot.ended.add(("y.in", b"p1"))
-    assert [(consumer, envelope) for _, _, consumer, envelope in snapshot.settled()] == [
+    assert [(consumer, envelope) for _, _, consumer, envelope in snapshot.unfinished()] == [
         ("y/0", whole[3]),
         ("y/2", whole[3]),
     ]
@@ -78,7 +78,7 @@ def test_a_rank_that_has_finished_its_part_is_left_out_and_one_that_lost_it_gets
         parts={("x.out -> y.in", b"1"): {"y/0": b"", "y/1": b"p1"}},
         lost={("y.in", b"p1"): marker},
     )
-    assert [(consumer, envelope.body) for _, _, consumer, envelope in snapshot.settled()] == [("y/1", marker)]
+    assert [(consumer, envelope.body) for _, _, consumer, envelope in snapshot.unfinished()] == [("y/1", marker)]
 
 
 def test_a_batch_under_way_trains_the_same_samples_in_the_same_steps_after_a_resume(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_old_checkpoints_go(tmp_path: Path) -> None:
 def test_prefixes_leave_other_messages_alone() -> None:
     body = replace(sample("x"))
     snapshot = Snapshot(messages=[("a/0", "x.out -> y.in", "", Envelope(b"1", body=body))], prefixes={"x": (1, 2, 3)})
-    assert snapshot.settled()[0][3].body is body
+    assert snapshot.unfinished()[0][3].body is body
 
 
 # Directories, and a crash at any point

@@ -141,10 +141,10 @@ def test_a_run_may_be_killed_at_any_write(tmp_path: Path, monkeypatch: pytest.Mo
     before_the_ledger = [name for name, copy in kills.made if not (copy / "ledger.sqlite").exists()]
     assert [name.partition(": ")[2] for name in before_the_ledger] == [
         "before ledger_file.create",
-        "before ledger_file._begin",
+        "before ledger_file._begin_incarnation",
         "before Chain.extending",
         "after Chain.extending",
-        "after ledger_file._begin",
+        "after ledger_file._begin_incarnation",
     ]
     told = alarms(kills)
     assert len(told) == len(before_the_ledger), told
