@@ -34,12 +34,12 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from flowrl.channel.encoding.codec import dump_value, load_message
-from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Scored
 from flowrl.runtime.checkpoints.checkpoint import STEP_DIR, steps_of
-from flowrl.runtime.ports.items import ItemKey
+from flowrl.wire.encoding.codec import dump_value, load_message
+from flowrl.wire.encoding.schema import Envelope
+from flowrl.wire.items import ItemKey
 
 FORMAT = 3
 SavedMessage = tuple[str, str, str, Envelope]

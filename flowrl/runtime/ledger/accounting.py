@@ -37,7 +37,7 @@ from flowrl.runtime.ledger.sample_fates import LEFT_AT_END, Fates, require_fresh
 from flowrl.wire.tickets import Tickets
 
 if TYPE_CHECKING:
-    from flowrl.channel.endpoint import Endpoint
+    from flowrl.wire.endpoint import Endpoint
 
 __all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
 

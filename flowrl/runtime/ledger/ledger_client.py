@@ -24,7 +24,7 @@ from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request
 from flowrl.wire.encoding.cost import chunked
 
 if TYPE_CHECKING:
-    from flowrl.channel.endpoint import Endpoint
+    from flowrl.wire.endpoint import Endpoint
 
 SEND_WITHIN_S = 0.05
 BOOKED_WITHIN_S = 60.0

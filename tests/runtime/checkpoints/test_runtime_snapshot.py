@@ -13,7 +13,6 @@ import pytest
 from flowrl.errors import FlowrlError, NodeFailed, WireError
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.messages.episode import EpisodeRecord
-from flowrl.runtime.checkpoints import checkpoint, snapshots
 from flowrl.runtime.checkpoints import snapshots
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.driver.run_processes import Orders
