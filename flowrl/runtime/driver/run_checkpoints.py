@@ -196,7 +196,7 @@ class Snapshotter:
             messages[orders.host_of(replica_id)].append((replica_id, edge, consumer, envelope))
 
         def states_in(host: str) -> dict[str, Any]:
-            """Of the replicas in that process; of the ids in "sent" all, because nobody knows who has sent them."""
+            """What the replicas there had; all ids in "sent", because nobody knows who has sent them."""
             mine = next(one.nodes for one in orders.plan.hosts if one.name == host)
             return {
                 "sent": state["sent"],
