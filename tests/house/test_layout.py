@@ -224,7 +224,7 @@ BROAD_EXCEPTS = {
     "models/tokens/chat.py: template_next",
     "models/tokens/chat.py: load_tokenizer",
     "models/tokens/tool_form.py: render_text",
-    "training/model/logprobs.py: _Stand.compute_logits",
+    "training/model/logprobs.py: call_with_stand_ins",
     "wire/activity.py: Lease._move",
     "wire/activity.py: Lease.begin",
     "wire/activity.py: _hook",

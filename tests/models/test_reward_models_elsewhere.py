@@ -47,7 +47,7 @@ def saved(place: Path, *, prefix: str = "score", pickled: bool = False, **config
 
 
 def own_score(model: Any, scorer: Any) -> float:
-    ids = torch.from_numpy(scorer.ids(TURNS, "2")).long()[None]
+    ids = torch.from_numpy(scorer.render_ids(TURNS, "2")).long()[None]
     with torch.no_grad():
         return float(model(ids).logits)
 

@@ -105,7 +105,7 @@ def test_a_step_on_given_answers_is_that_of_a_plain_loop(tmp_path: Path, beta: f
     rows = layer.add_teacher(
         lay_out([s.token_ids for s in given], [s.policy_mask for s in given], layout="padded"), rated
     )
-    hidden = model.compute_hidden(rows)
+    hidden = model(rows, with_hidden=True)[2]
     head = model.causal_lm.get_output_embeddings()
     _, relative = head(hidden, rows.targets_N, 1.0, entropy_gradient=True, taught=rows.taught)
     (-relative).mean().backward()

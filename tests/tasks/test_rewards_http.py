@@ -440,7 +440,7 @@ def test_a_reward_model_is_told_the_conversation_where_it_is_known() -> None:
             self.asked += asked
             return [(float(len(response)),) for _, response in asked]
 
-        def summed(self, scores: tuple[float]) -> float:
+        def sum_labels(self, scores: tuple[float]) -> float:
             return scores[0]
 
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q"}]

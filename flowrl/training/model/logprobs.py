@@ -40,8 +40,6 @@ in cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,12 +86,19 @@ def find_scaling(causal_lm: Any) -> LogitScaling:
     vocabulary = int(getattr(head.weight, "ds_shape", head.weight.shape)[0])
     given = 20 * torch.randn(1, PLACES, vocabulary, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     given[..., 0], given[..., 1] = SMALL, LARGE
-    asked = _Stand(causal_lm, head)
-    returned = asked.compute_logits(given)
-    factor = asked.hidden_factor()
-    scaling = LogitScaling()
+    width = int(getattr(head.weight, "ds_shape", head.weight.shape)[1])
+    hidden = torch.randn(1, PLACES, width, generator=torch.Generator().manual_seed(1))
+    returned, received = call_with_stand_ins(causal_lm, head, hidden, given)
+    if len(received) != 1 or received[0].shape != hidden.shape:
+        raise refuse_scaling(causal_lm, "its output layer does not read the last hidden states once")
+    factor = float(received[0].float()[0, 0, 0] / hidden[0, 0, 0])
+    if not torch.allclose(received[0].float(), factor * hidden, rtol=1e-4, atol=1e-5):
+        raise refuse_scaling(causal_lm, "its output layer reads something else than the last hidden states")
+    factor, scaling = round_factor(factor), LogitScaling()
     if returned.shape == given.shape:
-        scaling = fit_factor(float(returned[0, 0, 0]) / SMALL, float(returned[0, 0, 1]))
+        slope, limit = float(returned[0, 0, 0]) / SMALL, float(returned[0, 0, 1])
+        linear = math.isclose(limit, slope * LARGE, rel_tol=1e-4)
+        scaling = LogitScaling(round_factor(slope), None if linear else round_factor(limit))
     expected = scaling.scale_logits_(given.clone())
     if returned.shape != given.shape or not torch.allclose(returned.double(), expected, rtol=1e-4, atol=1e-5):
         raise refuse_scaling(causal_lm, "it changes its logits by more than a factor and a soft cap")
@@ -110,61 +115,45 @@ def refuse_scaling(causal_lm: Any, reason: str) -> ConfigError:
     )
 
 
-def fit_factor(factor: float, limit: float) -> LogitScaling:
-    linear = math.isclose(limit, factor * LARGE, rel_tol=1e-4)
-    return LogitScaling(round_factor(factor), None if linear else round_factor(limit))
-
-
 def round_factor(number: float) -> float:
     """`number` without the rounding error of float32, if it is that close to a number of four digits."""
     short = float(f"{number:.4g}")
     return short if math.isclose(number, short, rel_tol=2e-7) else number
 
 
-class _Stand:
-    """Calls a model's own forward with hidden states and logits that are given to it."""
+def call_with_stand_ins(causal_lm: Any, head: nn.Linear, hidden: Tensor, given: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(the logits that the model's own forward returns, what its output layer received), if the model's body returns
+    `hidden` and its output layer `given`."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
 
-    def __init__(self, causal_lm: Any, head: nn.Linear) -> None:
-        self._model = causal_lm
-        self._head = head
-        width = int(getattr(head.weight, "ds_shape", head.weight.shape)[1])
-        self._hidden = torch.randn(1, PLACES, width, generator=torch.Generator().manual_seed(1))
-        self._received: list[Tensor] = []
+    received: list[Tensor] = []
 
-    def compute_logits(self, given: Tensor) -> Tensor:
-        """What the model returns if its output layer gives `given`."""
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+    def return_hidden(*args: Any, **kwargs: Any) -> Any:
+        return _Lenient(BaseModelOutputWithPast(last_hidden_state=hidden))
 
-        def body(*args: Any, **kwargs: Any) -> Any:
-            return _Lenient(BaseModelOutputWithPast(last_hidden_state=self._hidden))
+    def return_given(got: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        received.append(got)
+        return given.clone()
 
-        def output(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            self._received.append(hidden)
-            return given.clone()
-
-        bodies = {id(one): one for one in (self._model.base_model, *list_decoders(self._model))}
-        ids = torch.zeros(1, PLACES, dtype=torch.long)
-        try:
-            with replace_forwards([(one, body) for one in bodies.values()] + [(self._head, output)]), torch.no_grad():
-                returned = self._model(input_ids=ids, use_cache=False).logits
-        except Exception as error:  # the boundary to the code of a model, which may raise anything
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            raise refuse_scaling(
-                self._model,
-                f"its output layer does not read the last hidden states ({type(error).__name__}: {first_line})",
-            ) from None
-        tensor: Tensor = returned
-        return tensor
-
-    def hidden_factor(self) -> float:
-        """The factor by which the model multiplied the hidden states before the output layer."""
-        if len(self._received) != 1 or self._received[0].shape != self._hidden.shape:
-            raise refuse_scaling(self._model, "its output layer does not read the last hidden states once")
-        received = self._received[0].float()
-        factor = float(received[0, 0, 0] / self._hidden[0, 0, 0])
-        if not torch.allclose(received, factor * self._hidden, rtol=1e-4, atol=1e-5):
-            raise refuse_scaling(self._model, "its output layer reads something else than the last hidden states")
-        return round_factor(factor)
+    # Some models call the body's own decoder in place of the body.
+    body = causal_lm.base_model
+    decoders = [getattr(body, name, None) for name in ("decoder", "transformer")]
+    replaced = {id(one): one for one in (body, *decoders) if one is body or isinstance(one, nn.Module)}
+    for module in replaced.values():
+        module.__dict__["forward"] = return_hidden
+    head.__dict__["forward"] = return_given
+    try:
+        with torch.no_grad():
+            returned = causal_lm(input_ids=torch.zeros(1, PLACES, dtype=torch.long), use_cache=False).logits
+    except Exception as error:  # the boundary to the code of a model, which may raise anything
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise refuse_scaling(
+            causal_lm, f"its output layer does not read the last hidden states ({type(error).__name__}: {first_line})"
+        ) from None
+    finally:
+        for module in (*replaced.values(), head):
+            module.__dict__.pop("forward", None)
+    return returned, received
 
 
 class _Lenient:
@@ -178,24 +167,6 @@ class _Lenient:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._output, name, None)
-
-
-def list_decoders(causal_lm: Any) -> list[Any]:
-    """The body's own decoder, which some models call in place of the body."""
-    found = [getattr(causal_lm.base_model, name, None) for name in ("decoder", "transformer")]
-    return [one for one in found if isinstance(one, nn.Module)]
-
-
-@contextmanager
-def replace_forwards(forwards: list[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Within this context the modules have other forwards."""
-    for module, forward in forwards:
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, _ in forwards:
-            module.__dict__.pop("forward", None)
 
 
 def jsd_divergence(log_p_CV: Tensor, log_q_CV: Tensor, beta: float) -> Tensor:
@@ -273,7 +244,8 @@ class _CachedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num, vocabulary = len(targets_N), weight_VH.shape[0]
         kept_KV = weight_VH.new_empty(min(num, most_kept) if any(ctx.needs_input_grad[:3]) else 0, vocabulary)
-        rows = _CachedRows(targets_N, vocabulary, widen_dtype(weight_VH.dtype), temperature)
+        wide = torch.float32 if weight_VH.dtype in (torch.bfloat16, torch.float16) else weight_VH.dtype
+        rows = _CachedRows(targets_N, vocabulary, wide, temperature)
         for start in range(0, num, places_a_product):
             logits_CV = multiply_linear(hidden_NH[start : start + places_a_product], weight_VH, bias_V)
             rows.read_rows(logits_CV, start, kept_KV)
@@ -293,7 +265,11 @@ class _CachedLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         weight_sum, bias_sum = _Sum(), _Sum()
         rows = _CachedRows(targets_N, weight_VH.shape[0], log_sums_N.dtype, ctx.temperature)
-        for start, stop in split_range(len(kept_KV), len(targets_N), ctx.places_a_product):
+        # A pair of products for all kept places at once, and for the others some at a time.
+        spans = [(0, len(kept_KV))] if len(kept_KV) else []
+        step = ctx.places_a_product
+        spans += [(at, min(len(targets_N), at + step)) for at in range(len(kept_KV), len(targets_N), step)]
+        for start, stop in spans:
             if stop <= len(kept_KV):
                 slopes_CV = kept_KV[start:stop]
             else:
@@ -310,16 +286,6 @@ class _CachedLogprobs(torch.autograd.Function):
             bias_sum.read_sum(bias_V[:, None])[:, 0] if bias_V is not None and ctx.needs_input_grad[2] else None
         )
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, *(None,) * 4
-
-
-def widen_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def split_range(num_kept: int, num: int, step: int) -> list[tuple[int, int]]:
-    """The places of each pair of products of a backward: all kept places at once, the others `step` at a time."""
-    kept = [(0, num_kept)] if num_kept else []
-    return kept + [(start, min(num, start + step)) for start in range(num_kept, num, step)]
 
 
 class _CachedRows:

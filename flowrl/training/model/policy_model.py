@@ -39,30 +39,20 @@ from flowrl.training.model.row_layout import RowLayout, require_trees
 from flowrl.training.model.tree_attention import register_trees
 from flowrl.training.settings import Attention, Dtype, Layout, LoRA, attention_problems
 
-
-@dataclass(frozen=True)
-class Balance:
-    """The loss of one model."""
-
-    of_family: Callable[..., Tensor]
-    num_experts: int
-    num_chosen: int
-    """Number of experts that compute a token."""
-
-    def __call__(self, router_logits: tuple[Tensor, ...], real_RL: Tensor) -> Tensor:
-        return self.of_family(router_logits, self.num_experts, self.num_chosen, real_RL)
+Balance = Callable[[tuple[Tensor, ...], Tensor], Tensor]
+"""The load-balancing loss of one model, from each layer's router logits and the places that are real, [R, L]."""
 
 
 def find_balance(causal_lm: Any) -> Balance:
     """The loss of this model. Raises ConfigError if its family has none."""
     family = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
-    experts, chosen = (getattr(causal_lm, name, None) for name in ("num_experts", "num_experts_per_tok"))
-    if family is None or not experts or not chosen:
+    num_experts, num_chosen = (getattr(causal_lm, name, None) for name in ("num_experts", "num_experts_per_tok"))
+    if family is None or not num_experts or not num_chosen:
         raise ConfigError(
             f"router_aux_loss_coef needs a load-balancing loss, and transformers has none for "
             f"{type(causal_lm).__name__}; set it to 0"
         )
-    return Balance(family, experts, chosen)
+    return lambda router_logits, real_RL: family(router_logits, num_experts, num_chosen, real_RL)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -101,24 +91,18 @@ class PolicyModel(nn.Module):
         with_hidden: bool = False,
     ) -> tuple[Tensor, ...]:
         """Logprobs and entropies; `with_hidden` also the last hidden states at these places, [N, H]."""
-        hidden_NH, balance = self._run_body(rows, balance=self.balance if torch.is_grad_enabled() else None)
-        result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
-            hidden_NH, rows.targets_N, temperature, entropy_gradient, rows.taught
-        )
-        if balance is not None:
-            return (*result, balance)
-        return (*result, hidden_NH) if with_hidden else result
-
-    def compute_hidden(self, rows: RowLayout) -> Tensor:
-        """[N, H]: the last hidden states at the positions of the policy tokens."""
-        return self._run_body(rows, balance=None)[0]
-
-    def _run_body(self, rows: RowLayout, *, balance: Balance | None) -> tuple[Tensor, Tensor | None]:
-        """The hidden states, and the load-balancing loss; all else that the model returns is freed."""
+        balance = self.balance if torch.is_grad_enabled() else None
         asked = {} if balance is None else {"output_router_logits": True}
         outputs = self.causal_lm.base_model(**rows.model_input, **asked)
         hidden_NH: Tensor = outputs[0].flatten(0, 1).index_select(0, rows.places_N)
-        return hidden_NH, None if balance is None else balance(outputs.router_logits, rows.real_RL)
+        balance_loss = None if balance is None else balance(outputs.router_logits, rows.real_RL)
+        del outputs  # what else the model returns is freed before the logits are computed
+        result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
+            hidden_NH, rows.targets_N, temperature, entropy_gradient, rows.taught
+        )
+        if balance_loss is not None:
+            return (*result, balance_loss)
+        return (*result, hidden_NH) if with_hidden else result
 
 
 def choose_attention(attention: Attention | None, device: torch.device, dtype: Dtype) -> Attention:
@@ -143,11 +127,9 @@ def choose_implementation(attention: Attention, decision: Decision, config: Any)
     if attention == "varlen":
         require_plain_scores(config)
         return register_varlen()
-    return register_trees() if decision.trees else suited_attention(attention, config)
-
-
-def suited_attention(attention: str, config: Any) -> str:
-    """`attention`, but "eager" for sdpa if the attention scores have a soft cap, which torch's kernels would ignore."""
+    if decision.trees:
+        return register_trees()
+    # torch's kernels would ignore a soft cap of the attention scores.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if capped and attention == "sdpa" else attention
 

@@ -58,26 +58,11 @@ class PackedBounds:
     """int32: a 0, then the place behind each sequence."""
     longest: int
 
-    @classmethod
-    def from_lengths(cls, lengths: npt.NDArray[np.int64], device: torch.device) -> PackedBounds:
-        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        return cls(torch.from_numpy(ends).to(device), int(lengths.max()))
-
     def with_padding(self, added: int) -> PackedBounds:
         """With one more sequence of `added` places at the end."""
         if not added:
             return self
         return PackedBounds(torch.cat((self.ends_S, self.ends_S[-1:] + added)), max(self.longest, added))
-
-    @property
-    def passed(self) -> dict[str, object]:
-        """Keywords of transformers' models, which pass them on to variable-length attention."""
-        return {
-            "cu_seq_lens_q": self.ends_S,
-            "cu_seq_lens_k": self.ends_S,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
-        }
 
 
 @dataclass(frozen=True)
@@ -98,17 +83,28 @@ def place_sequences(sequences: Sequence[Int32], layout: Placing, device: torch.d
     """The input of a pass over `sequences`."""
     where = device or torch.device("cpu")
     if layout == "tree" or (layout == "auto" and tree_saves_places(sequences)):
-        return place_in_tree(sequences, where)
+        forest = make_forest(sequences)
+        return Placement(
+            to_int64(forest.token_ids[None], where),
+            to_int64(forest.positions[None], where),
+            forest.places,
+            TreeAttention(forest, where),
+        )
     lengths = np.array([len(tokens) for tokens in sequences])
     widest = int(lengths.max())
-    packed = layout == "packed"
-    starts = np.concatenate(([0], np.cumsum(lengths)[:-1])) if packed else np.arange(len(sequences)) * widest
-    return Placement(
-        to_int64(np.concatenate(sequences)[None] if packed else pad_rows(sequences, widest), where),
-        to_int64(np.concatenate([np.arange(n) for n in lengths])[None], where) if packed else None,
-        [start + np.arange(length) for start, length in zip(starts, lengths, strict=True)],
-        bounds=PackedBounds.from_lengths(lengths, where) if packed else None,
-    )
+    if layout == "packed":
+        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        return Placement(
+            to_int64(np.concatenate(sequences)[None], where),
+            to_int64(np.concatenate([np.arange(n) for n in lengths])[None], where),
+            [start + np.arange(length) for start, length in zip(ends[:-1], lengths, strict=True)],
+            bounds=PackedBounds(torch.from_numpy(ends).to(where), widest),
+        )
+    rows = np.zeros((len(sequences), widest), np.int64)
+    for row, tokens in zip(rows, sequences, strict=True):
+        row[: len(tokens)] = tokens
+    places = [n * widest + np.arange(length) for n, length in enumerate(lengths)]
+    return Placement(to_int64(rows, where), None, places)
 
 
 def tree_saves_places(sequences: Sequence[Int32]) -> bool:
@@ -116,25 +112,8 @@ def tree_saves_places(sequences: Sequence[Int32]) -> bool:
     return num_unique(sequences) <= TREE_SHARE * len(sequences) * max(map(len, sequences))
 
 
-def place_in_tree(sequences: Sequence[Int32], device: torch.device) -> Placement:
-    forest = make_forest(sequences)
-    return Placement(
-        to_int64(forest.token_ids[None], device),
-        to_int64(forest.positions[None], device),
-        forest.places,
-        TreeAttention(forest, device),
-    )
-
-
 def to_int64(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(values.astype(np.int64)).to(device)
-
-
-def pad_rows(inputs: Sequence[Int32], width: int) -> Int32:
-    rows = np.zeros((len(inputs), width), np.int32)
-    for row, tokens in zip(rows, inputs, strict=True):
-        row[: len(tokens)] = tokens
-    return rows
 
 
 @dataclass(frozen=True)
@@ -165,17 +144,19 @@ class RowLayout:
     def model_input(self) -> dict[str, object]:
         """Arguments of a transformers model. They have an attention mask only with `tree` or `exchange`: for packed
         rows, the model would take a mask for padding."""
-        tree = {} if self.tree is None else {"attention_mask": self.tree.passed_mask, "tree": self.tree}
-        if self.exchange is not None:
-            tree |= {"attention_mask": any_mask(self.input_ids_RL.device), "exchange": self.exchange}
-        ends = {} if self.bounds is None else self.bounds.passed
-        return {
+        found: dict[str, object] = {
             "input_ids": self.input_ids_RL,
             "position_ids": self.position_ids_RL,
             "use_cache": False,
-            **tree,
-            **ends,
         }
+        if self.tree is not None:
+            found |= {"attention_mask": self.tree.passed_mask, "tree": self.tree}
+        if self.exchange is not None:
+            found |= {"attention_mask": any_mask(self.input_ids_RL.device), "exchange": self.exchange}
+        if self.bounds is not None:  # for variable-length attention, to which transformers' models pass these on
+            found |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), self.bounds.ends_S)
+            found |= dict.fromkeys(("max_length_q", "max_length_k"), self.bounds.longest)
+        return found
 
     @property
     def num_computed(self) -> int:
@@ -255,12 +236,6 @@ class RowSlice:
     rows: RowLayout
     mine_M: Tensor
     """Indices of this rank's policy tokens among all. A rank without any computes one place, which is not read."""
-    number: int
-    group: SequenceGroup
-
-    def gather_values(self, values: Tensor) -> Tensor:
-        """A value for every policy token of the micro-batch, from those that this rank has computed; collective."""
-        return gather_slices(values[: len(self.mine_M)], self.mine_M, self.number, self.group)
 
 
 def num_sliced(rows: RowLayout, group: SequenceGroup) -> int:
@@ -276,7 +251,10 @@ def compute_in_slices(
     part = None if group is None else slice_rows(rows, group)
     found = model(rows if part is None else part.rows, *settings)
     each = (found,) if isinstance(found, Tensor) else found
-    return each if part is None else tuple(part.gather_values(values) for values in each)
+    if part is None or group is None:
+        return each
+    number, mine_M = len(rows.places_N), part.mine_M
+    return tuple(gather_slices(values[: len(mine_M)], mine_M, number, group) for values in each)
 
 
 def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
@@ -311,8 +289,6 @@ def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
             exchange=Exchange(group, Sight(length + added, device, None if bounds is None else bounds.ends_S)),
         ),
         mine_M,
-        len(rows.places_N),
-        group,
     )
 
 
@@ -332,7 +308,11 @@ def require_trees(
 
     Each kernel that the device may choose is tried.
     """
-    tree, behind = make_trial_rows("tree", vocab_size, device), places_behind_start()
+    tree = make_trial_rows("tree", vocab_size, device)
+    # Results that would change if a token saw the other sequences. There is one for each token except a sequence's
+    # first. The first token after the common start does not count, because it is predicted from the start.
+    ends = accumulate(START + length - 1 for length in LENGTHS)
+    behind = [n for end, length in zip(ends, LENGTHS, strict=True) for n in range(end - length + 1, end)]
     assert tree.tree is not None
     attentions = (TreeAttention(tree.tree.forest, device, kernel) for kernel in possible_kernels(device.type))
     try:
@@ -381,16 +361,6 @@ def make_trial_rows(layout: Placing, vocab_size: int, device: torch.device) -> R
     start = draw.integers(0, vocab_size, START)
     sequences = [np.concatenate([start, draw.integers(0, vocab_size, n)]).astype(np.int32) for n in LENGTHS]
     return lay_out(sequences, [np.ones(len(tokens), np.bool_) for tokens in sequences], layout=layout, device=device)
-
-
-def places_behind_start() -> list[int]:
-    """Indices of the results that would change if a token saw the other sequences.
-
-    There is one result for each token except a sequence's first. The first token after the common start does not count,
-    because it is predicted from the start.
-    """
-    ends = accumulate(START + length - 1 for length in LENGTHS)
-    return [n for end, length in zip(ends, LENGTHS, strict=True) for n in range(end - length + 1, end)]
 
 
 def mean_difference(one: Tensor, other: Tensor) -> float:

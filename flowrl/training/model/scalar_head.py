@@ -56,7 +56,10 @@ def head_labels(path: str | Path) -> tuple[str, ...]:
     A single output has a name too. Raises ConfigError if the directory has no scalar head.
     """
     require_scalar_head(path)
-    number = read_tensor_shape(Path(path), f"{scalar_head(path)}.weight")[0]
+    places, name = list_tensor_files(Path(path)), f"{scalar_head(path)}.weight"
+    if name not in places:
+        raise ConfigError(f"{path} has no tensor {name}, though its config.json says so; copy the whole directory")
+    number = read_tensor_shapes(places[name])[name][0]
     named = {int(index): str(name) for index, name in (read_config_json(path).get("id2label") or {}).items()}
     if set(named) == set(range(number)) and len(set(named.values())) == number:
         return tuple(named[index] for index in range(number))
@@ -92,14 +95,6 @@ def list_tensor_files(path: Path) -> Mapping[str, Path]:
             return {name: path / file for name, file in weight_map.items()}
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
     return {name: file for file in files for name in read_tensor_shapes(file)}
-
-
-def read_tensor_shape(path: Path, name: str) -> Sequence[int]:
-    """The shape of one tensor. Raises ConfigError if no file has it."""
-    places = list_tensor_files(path)
-    if name not in places:
-        raise ConfigError(f"{path} has no tensor {name}, though its config.json says so; copy the whole directory")
-    return read_tensor_shapes(places[name])[name]
 
 
 def read_tensor_shapes(file: Path) -> Mapping[str, Sequence[int]]:

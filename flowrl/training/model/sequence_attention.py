@@ -146,16 +146,13 @@ class Sight:
         if (window := self.effective_window(width)) is not None:
             seen_QK &= back_QK < window
         if self.ends_S is not None:
-            sequence_L = self._number_sequences(self.ends_S)
+            if not self._sequence_L:
+                lengths_S = self.ends_S.diff()
+                numbers_S = torch.arange(len(lengths_S), device=self.device)
+                self._sequence_L.append(torch.repeat_interleave(numbers_S, lengths_S))
+            (sequence_L,) = self._sequence_L
             seen_QK &= sequence_L[asking_Q][:, None] == sequence_L[looked_at_K][None]
         return seen_QK
-
-    def _number_sequences(self, ends_S: Tensor) -> Tensor:
-        if not self._sequence_L:
-            lengths_S = ends_S.diff()
-            numbers_S = torch.arange(len(lengths_S), device=self.device)
-            self._sequence_L.append(torch.repeat_interleave(numbers_S, lengths_S))
-        return self._sequence_L[0]
 
 
 SCORES_A_CHUNK = 1 << 24
@@ -394,7 +391,9 @@ class _RingAttention(torch.autograd.Function):
         dq, arrived = torch.zeros(q.shape, dtype=torch.float32, device=q.device), None
         for step, keys_values in enumerate(_coming_by(ring.group, torch.cat((k, v), dim=-1))):
             block = ring.make_block(step, q, v)
-            parts = add_block_gradients(block, *asking, *split_block(keys_values[:, :, block.keys], k))
+            grad, q_own, out, lse_own = (one[:, :, block.queries] for one in asking)
+            k_block, v_block = split_block(keys_values[:, :, block.keys], k)
+            parts = block.kernel.backward(grad, q_own, k_block, v_block, out, lse_own)
             dq[:, :, block.queries] += parts[0]
             if arrived is None:
                 gradient = torch.zeros(keys_values.shape, dtype=torch.float32, device=q.device)
@@ -403,7 +402,7 @@ class _RingAttention(torch.autograd.Function):
             for part, sums in zip(parts[1:], split_block(gradient, k), strict=True):
                 sums[:, :, block.keys] += part
             arrived = start_hop(ring.group, gradient)
-            del parts, gradient  # frees them before the next block is computed
+            del k_block, v_block, parts, gradient  # frees them before the next block is computed
         assert arrived is not None
         dk, dv = split_block(arrived(), k)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
@@ -421,14 +420,6 @@ def _coming_by(group: SequenceGroup, own: Tensor) -> Iterator[Tensor]:
 def split_block(keys_values: Tensor, key: Tensor) -> Sequence[Tensor]:
     """Keys and values, or their gradients, split: they are concatenated along the channels."""
     return keys_values.tensor_split((key.shape[-1],), dim=-1)
-
-
-def add_block_gradients(
-    block: RingBlock, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the queries, keys and values of a block."""
-    grad, q, out, lse = (one[:, :, block.queries] for one in (grad, q, out, lse))
-    return block.kernel.backward(grad, q, k, v, out, lse)
 
 
 @dataclass(frozen=True)
@@ -482,12 +473,6 @@ class Exchange:
     group: SequenceGroup
     sight: Sight
 
-    def make_ring(self, query: Tensor, **kwargs: Any) -> Ring:
-        """The ring that computes a layer's attention, from the keywords that the layer passes."""
-        scale = kwargs.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return Ring(self.group, self.sight, scale, kwargs.get("sliding_window"), kwargs.get("softcap"))
-
 
 class Exchanging:
     """An implementation of attention in transformers' interface that knows the keyword `exchange`."""
@@ -511,7 +496,11 @@ class Exchanging:
             return self.inner(module, query, key, value, attention_mask, **kwargs)
         if exchange.group.kind == "ring":
             assert kwargs.get("tree") is None, "a trainer whose attention is a ring lays out rows"
-            return ring_attention(query, key, value, exchange.make_ring(query, **kwargs)), None
+            scale = kwargs.get("scaling")
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
+            ring = Ring(exchange.group, exchange.sight, scale, window, cap)
+            return ring_attention(query, key, value, ring), None
         kwargs.pop("position_ids", None)  # of this rank's slice; kernels would take a restart for a new sequence
         mask = None if self.has_bounds else exchange.sight.mask_11LL(kwargs.get("sliding_window"))
         q, k, v = send_to_heads(exchange.group, query, key, value)
@@ -554,7 +543,11 @@ def send_to_heads(group: SequenceGroup, query: Tensor, key: Tensor, value: Tenso
     """
     repeats = lcm(key.shape[1], group.size) // key.shape[1]
     tensors = [query, *(one.repeat_interleave(repeats, dim=1) if repeats > 1 else one for one in (key, value))]
-    parts = [_by_rank(one, group.size) for one in tensors]
+    parts = []  # [N, R, l, h/N·D]: for each rank its heads
+    for one in tensors:
+        rows, heads, length, channels = one.shape
+        by_rank = one.reshape(rows, group.size, heads // group.size, length, channels)
+        parts.append(by_rank.permute(1, 0, 3, 2, 4).flatten(3))
     received_NRlX = exchange_parts(group, torch.cat(parts, dim=-1))
     whole_RLX = received_NRlX.transpose(0, 1).flatten(1, 2)
     widths = [part.shape[-1] for part in parts]
@@ -570,13 +563,6 @@ def send_to_positions(group: SequenceGroup, attended: Tensor) -> Tensor:
     sent_NRlhD = attended.reshape(rows, group.size, length // group.size, *attended.shape[2:]).transpose(0, 1)
     received_NRlhD = exchange_parts(group, sent_NRlhD)
     return received_NRlhD.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-def _by_rank(tensor: Tensor, size: int) -> Tensor:
-    """[R, h, l, D] as [N, R, l, h/N·D]: for each rank its heads."""
-    rows, heads, length, channels = tensor.shape
-    by_rank = tensor.reshape(rows, size, heads // size, length, channels)
-    return by_rank.permute(1, 0, 3, 2, 4).flatten(3)
 
 
 def exchange_parts(group: SequenceGroup, tensor_N: Tensor) -> Tensor:

@@ -49,7 +49,15 @@ def partition_config(network: Any, size: int) -> dict[str, Any]:
             f"tensor_parallel_size is {size}, but transformers has no plan of how {name} is divided (a "
             "base_model_tp_plan in its configuration); set tensor_parallel_size to 1"
         )
-    _require_whole_heads(network, styles, size)
+    # No rank may have a part of a head. The number of heads may differ between layers.
+    for layer_name in (layer_name for layer_name, style in styles.items() if style == "colwise"):
+        owner, layer = network.get_submodule(layer_name.rpartition(".")[0]), network.get_submodule(layer_name)
+        width = getattr(owner, "head_dim", 1)
+        if layer.weight.shape[0] % (size * width):
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, but {layer_name} has {layer.weight.shape[0]} outputs in heads of "
+                f"{width}, of which every rank takes an equal number; set tensor_parallel_size to another size, or to 1"
+            )
     specs = [
         {
             "patterns": [pattern.pattern + r"\.weight$"],
@@ -77,18 +85,6 @@ def read_plan(network: Any) -> list[tuple[re.Pattern[str], str]]:
         for key, style in plan.items()
         if style != WHOLE
     ]
-
-
-def _require_whole_heads(network: Any, styles: Mapping[str, str], size: int) -> None:
-    """Raise ConfigError if a rank would have a part of a head. The number of heads may differ between layers."""
-    for name in (name for name, style in styles.items() if style == "colwise"):
-        owner, layer = network.get_submodule(name.rpartition(".")[0]), network.get_submodule(name)
-        width = getattr(owner, "head_dim", 1)
-        if layer.weight.shape[0] % (size * width):
-            raise ConfigError(
-                f"tensor_parallel_size is {size}, but {name} has {layer.weight.shape[0]} outputs in heads of {width}, "
-                "of which every rank takes an equal number; set tensor_parallel_size to another size, or to 1"
-            )
 
 
 def divided_dimension(parameter: nn.Parameter) -> int | None:
@@ -120,13 +116,15 @@ def gather_whole(value: Tensor, parameter: nn.Parameter) -> Tensor:
 def whole_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of the whole model's gradient, on every rank; collective."""
     found = [parameter for parameter in parameters if parameter.grad is not None]
-    squares = square_norm(p for p in found if divided_dimension(p) is not None)
-    torch.distributed.all_reduce(squares, group=tensor_group())
-    return (squares + square_norm(p for p in found if divided_dimension(p) is None)).sqrt()
-
-
-def square_norm(parameters: Iterator[nn.Parameter]) -> Tensor:
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
+    divided, whole = (
+        torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None]).square()
+        for some in (
+            [p for p in found if divided_dimension(p) is not None],
+            [p for p in found if divided_dimension(p) is None],
+        )
+    )
+    torch.distributed.all_reduce(divided, group=tensor_group())
+    return (divided + whole).sqrt()
 
 
 def tensor_group() -> Any:

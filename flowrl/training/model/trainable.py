@@ -14,6 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.training.settings import Head
 
 
+@functools.lru_cache(maxsize=16)
 def check_trainable(
     path: str | Path, head: Head, *, trust_remote_code: bool = False, balanced: bool = False, tensor_size: int = 1
 ) -> None:
@@ -22,20 +23,17 @@ def check_trainable(
     `balanced`: its experts need a load-balancing loss. `tensor_size`: ranks among which its matrices are divided.
     """
     (check_scalar if head == "scalar" else check_policy)(path, trust_remote_code=trust_remote_code)
-    if balanced:
-        check_balanced(path, trust_remote_code=trust_remote_code)
-    if tensor_size > 1:
-        check_divided(path, tensor_size, trust_remote_code=trust_remote_code)
+    if balanced or tensor_size > 1:
+        from transformers import AutoModelForCausalLM
 
+        from flowrl.training.model.policy_model import find_balance
+        from flowrl.training.model.tensors import partition_config
 
-@functools.lru_cache(maxsize=16)
-def check_divided(path: str | Path, size: int, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError unless the matrices of the model in `path` can be divided among `size` ranks."""
-    from transformers import AutoModelForCausalLM
-
-    from flowrl.training.model.tensors import partition_config
-
-    partition_config(build_without_weights(path, AutoModelForCausalLM.from_config, trust_remote_code), size)
+        network = build_without_weights(path, AutoModelForCausalLM.from_config, trust_remote_code)
+        if balanced:
+            find_balance(network)
+        if tensor_size > 1:
+            partition_config(network, tensor_size)
 
 
 @functools.lru_cache(maxsize=16)
@@ -46,16 +44,6 @@ def check_policy(path: str | Path, *, trust_remote_code: bool = False) -> None:
     from flowrl.training.model.logprobs import find_scaling
 
     find_scaling(build_without_weights(path, AutoModelForCausalLM.from_config, trust_remote_code))
-
-
-@functools.lru_cache(maxsize=16)
-def check_balanced(path: str | Path, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError unless the model in `path` has a load-balancing loss."""
-    from transformers import AutoModelForCausalLM
-
-    from flowrl.training.model.policy_model import find_balance
-
-    find_balance(build_without_weights(path, AutoModelForCausalLM.from_config, trust_remote_code))
 
 
 @functools.lru_cache(maxsize=16)

@@ -45,7 +45,7 @@ from torch.nn.functional import pad
 
 from flowrl.errors import ConfigError
 from flowrl.machine.cpu import is_slow_in_bfloat16
-from flowrl.messages.forest import Forest, Stem, extended
+from flowrl.messages.forest import Forest, extended
 from flowrl.training.layouts import Kernel, choose_kernel
 
 SCORES_A_CHUNK = 1 << 18
@@ -75,12 +75,6 @@ class KeyBlock:
     def shape(self) -> tuple[int, int]:
         return self.q_stop - self.q_start, len(self.k_K)
 
-    @property
-    def seen_Q(self) -> Places:
-        """How many keys each query sees, counted from the first key."""
-        queries, keys = self.shape
-        return np.arange(keys - queries, keys) + 1 if self.causal else np.full(queries, keys)
-
 
 @dataclass(frozen=True)
 class BlockBatch:
@@ -94,10 +88,15 @@ class BlockBatch:
 
     @classmethod
     def pad_blocks(cls, blocks: Sequence[KeyBlock]) -> BlockBatch:
-        queries, keys = np.array([block.shape for block in blocks]).max(axis=0)
-        places = [np.arange(block.q_start, block.q_stop) for block in blocks]
-        q_BQ, seen_BQ = pad_arrays(places, queries), pad_arrays([block.seen_Q for block in blocks], queries)
-        return cls(q_BQ, pad_arrays([block.k_K for block in blocks], keys), seen_BQ)
+        most_queries, most_keys = np.array([block.shape for block in blocks]).max(axis=0)
+        q_BQ, seen_BQ = (np.zeros((len(blocks), most_queries), np.int64) for _ in range(2))
+        k_BK = np.zeros((len(blocks), most_keys), np.int64)
+        for b, block in enumerate(blocks):
+            queries, keys = block.shape
+            q_BQ[b, :queries] = np.arange(block.q_start, block.q_stop)
+            k_BK[b, :keys] = block.k_K
+            seen_BQ[b, :queries] = np.arange(keys - queries, keys) + 1 if block.causal else keys
+        return cls(q_BQ, k_BK, seen_BQ)
 
     def split_parts(self, num_heads: int) -> Iterator[list[BlockBatch]]:
         """Batches whose scores fit into a chunk, or of 16 queries. The batches of one list have the same keys."""
@@ -108,17 +107,15 @@ class BlockBatch:
         elif blocks > 1:
             step = max(1, most // (queries * keys))
             for start in range(0, blocks, step):
-                yield from self._trimmed(slice(start, start + step)).split_parts(num_heads)
+                some, seen_BQ = slice(start, start + step), self.seen_BQ[start : start + step]
+                # Without the padding that all of these blocks have in common.
+                queries, keys = (seen_BQ > 0).sum(axis=1).max(), seen_BQ.max()
+                part = BlockBatch(self.q_BQ[some, :queries], self.k_BK[some, :keys], seen_BQ[:, :queries])
+                yield from part.split_parts(num_heads)
         else:
             step = max(16, most // keys)
-            some = [slice(start, start + step) for start in range(0, queries, step)]
-            yield [BlockBatch(self.q_BQ[:, part], self.k_BK, self.seen_BQ[:, part]) for part in some]
-
-    def _trimmed(self, some: slice) -> BlockBatch:
-        """Some of the blocks, without the padding that all of these have in common."""
-        seen_BQ = self.seen_BQ[some]
-        queries = (seen_BQ > 0).sum(axis=1).max()
-        return BlockBatch(self.q_BQ[some, :queries], self.k_BK[some, : seen_BQ.max()], seen_BQ[:, :queries])
+            spans = [slice(start, start + step) for start in range(0, queries, step)]
+            yield [BlockBatch(self.q_BQ[:, span], self.k_BK, self.seen_BQ[:, span]) for span in spans]
 
 
 class PlaceRows:
@@ -127,7 +124,9 @@ class PlaceRows:
     def __init__(self, places_Bn: Places, num_heads: int, num_places: int, device: torch.device) -> None:
         self.num_heads, self.device = num_heads, device
         self._num, self._places = num_heads * len(places_Bn), num_places
-        self.range = _range_of(places_Bn)
+        start, stop = int(places_Bn[0, 0]), int(places_Bn[0, -1]) + 1
+        is_range = len(places_Bn) == 1 and stop - start == places_Bn.shape[1]
+        self.range = slice(start, stop) if is_range else None
         self.rows: Tensor | None = None
         """The row of each head and place, [hBn]; None if the places are one range."""
         if self.range is None:
@@ -216,13 +215,6 @@ class Chunk:
         return (rows, places) if self._real is None else (rows[self._real], places[self._real])
 
 
-def _range_of(places: Places) -> slice | None:
-    """The places of a single block, if they follow each other."""
-    start, stop = int(places[0, 0]), int(places[0, -1]) + 1
-    follow = len(places) == 1 and stop - start == places.shape[1]
-    return slice(start, stop) if follow else None
-
-
 class Cascade:
     """The blocks of one forest. In all of them together, every query meets each key that it sees exactly once."""
 
@@ -237,22 +229,15 @@ class Cascade:
     def make_chunks(self, q_heads: int, k_heads: int) -> tuple[Chunk, ...]:
         """The chunks in the order of computation, for a model with these numbers of heads."""
         if (q_heads, k_heads) not in self._chunks:
-            self._chunks[q_heads, k_heads] = tuple(
-                chunk
-                for batches, first in ((self.own, True), (self.behind, False))
-                for blocks in batches
-                for parts in BlockBatch.pad_blocks(blocks).split_parts(q_heads)
-                for chunk in self._of_same_keys(parts, k_heads, first)
-            )
+            table = (k_heads, self._num_places, self._device)
+            found: list[Chunk] = []
+            batches = [*((blocks, True) for blocks in self.own), *((blocks, False) for blocks in self.behind)]
+            for blocks, first in batches:
+                for parts in BlockBatch.pad_blocks(blocks).split_parts(q_heads):
+                    k = PlaceRows(parts[0].k_BK, *table)  # the chunks of one block share the rows of its keys
+                    found += [Chunk(part, PlaceRows(part.q_BQ, *table), k, first=first) for part in parts]
+            self._chunks[q_heads, k_heads] = tuple(found)
         return self._chunks[q_heads, k_heads]
-
-    def _of_same_keys(self, parts: Sequence[BlockBatch], k_heads: int, first: bool) -> Iterator[Chunk]:
-        def rows(places: Places) -> PlaceRows:
-            return PlaceRows(places, k_heads, self._num_places, self._device)
-
-        k = rows(parts[0].k_BK)
-        for part in parts:
-            yield Chunk(part, rows(part.q_BQ), k, first=first)
 
 
 def make_blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
@@ -263,7 +248,12 @@ def make_blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
     behind: defaultdict[int, list[KeyBlock]] = defaultdict(list)
     repeated: list[tuple[int, Places]] = []  # on the path from the root: (end, keys repeated up to there)
     stems = forest.stems()
-    for stem, (num, size) in zip(stems, _short_behind(stems), strict=True):
+    # For each stem, the number of the stems behind it that are not long, and of their places.
+    sizes = np.array([stem.stop - stem.start for stem in stems])
+    sizes[sizes > LONG] = 0
+    sums = np.pad(np.stack((sizes > 0, sizes), axis=1).cumsum(axis=0), ((1, 0), (0, 0)))
+    past = np.searchsorted([stem.start for stem in stems], [stem.end for stem in stems])
+    for stem, (num, size) in zip(stems, (sums[past] - sums[1:]).tolist(), strict=True):
         while repeated and repeated[-1][0] <= stem.start:
             repeated.pop()
         before, keys = repeated[-1][1] if repeated else place[:0], place[stem.start : stem.stop]
@@ -284,15 +274,6 @@ def make_blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
     return own, [apart, *behind.values()]
 
 
-def _short_behind(stems: Sequence[Stem]) -> list[tuple[int, int]]:
-    """For each stem, (number, places) of the stems behind it that are not long."""
-    sizes = np.array([stem.stop - stem.start for stem in stems])
-    sizes[sizes > LONG] = 0
-    sums = np.pad(np.stack((sizes > 0, sizes), axis=1).cumsum(axis=0), ((1, 0), (0, 0)))
-    past = np.searchsorted([stem.start for stem in stems], [stem.end for stem in stems])
-    return [(int(num), int(size)) for num, size in sums[past] - sums[1:]]
-
-
 def batch_alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
     """Lists of blocks of similar sizes, the largest blocks first."""
     part: list[KeyBlock] = []
@@ -307,13 +288,6 @@ def batch_alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
         used, widest = used + queries * keys, max(widest, queries)
     if part:
         yield part
-
-
-def pad_arrays(arrays: Sequence[Places], width: int) -> Places:
-    padded = np.zeros((len(arrays), width), np.int64)
-    for row, array in zip(padded, arrays, strict=True):
-        row[: len(array)] = array
-    return padded
 
 
 def cascade_attention(q: Tensor, k: Tensor, v: Tensor, cascade: Cascade, scale: float) -> Tensor:

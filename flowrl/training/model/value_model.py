@@ -119,7 +119,8 @@ def load_scalar_model(
             attn_implementation=choose_implementation(attention, decision, config),
             quantization_config=quantization_config(lora, dtype),
         )
-    if pad >= _num_embeddings(classifier):
+    embeddings = classifier.get_input_embeddings().weight
+    if pad >= getattr(embeddings, "ds_shape", embeddings.shape)[0]:
         classifier.resize_token_embeddings(pad + 1, mean_resizing=False)
     classifier.config.pad_token_id = pad
     # The original pad token may be the end token, where scores are read, so its embedding has to be trained.
@@ -167,11 +168,6 @@ def distinct_pad(path: str | Path, config: Any, *, trust_remote_code: bool = Fal
     if added:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     return int(tokenizer.pad_token_id), tokenizer if added else None
-
-
-def _num_embeddings(classifier: Any) -> int:
-    weight = classifier.get_input_embeddings().weight
-    return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def _as_set(token_ids: int | list[int] | None) -> set[int]:

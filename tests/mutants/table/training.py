@@ -288,7 +288,7 @@ MUTANTS = (
     Mutant(
         name="heads_cut_apart",
         fault="a rank may have a part of a head",
-        function="_require_whole_heads",
+        function="partition_config",
         before="if layer.weight.shape[0] % (size * width):",
         after="if layer.weight.shape[0] % size:",
         test="tests/training/test_training_tensor.py::test_no_rank_has_a_part_of_a_head",
@@ -521,8 +521,8 @@ MUTANTS = (
         name="positions_run_on",
         fault="position ids do not restart in a packed row",
         function="place_sequences",
-        before="to_int64(np.concatenate([np.arange(n) for n in lengths])[None], where) if packed else None,",
-        after="to_int64(np.arange(lengths.sum())[None], where) if packed else None,",
+        before="to_int64(np.concatenate([np.arange(n) for n in lengths])[None], where),",
+        after="to_int64(np.arange(lengths.sum())[None], where),",
         test="tests/training/test_training_logprobs.py::test_packed_equals_padded_equals_one_by_one",
     ),
     Mutant(
@@ -744,7 +744,7 @@ MUTANTS = (
     Mutant(
         name="tree_place_gathered_twice",
         fault="a sample's first place is gathered once too often, its last one never",
-        function="place_in_tree",
+        function="place_sequences",
         before="forest.places,",
         after="[np.concatenate((where[:1], where[:-1])) for where in forest.places],",
         test="tests/training/test_trees.py::test_a_policy_token_in_the_prompt_and_one_of_no_sample",
@@ -752,17 +752,17 @@ MUTANTS = (
     Mutant(
         name="tree_places_of_every_chunk",
         fault="every chunk of a long stem has its own copy of the places of the keys",
-        function="Cascade._of_same_keys",
-        before="yield Chunk(part, rows(part.q_BQ), k, first=first)",
-        after="yield Chunk(part, rows(part.q_BQ), rows(part.k_BK), first=first)",
+        function="Cascade.make_chunks",
+        before="found += [Chunk(part, PlaceRows(part.q_BQ, *table), k, first=first) for part in parts]",
+        after="found += [Chunk(part, PlaceRows(part.q_BQ, *table), PlaceRows(part.k_BK, *table), first=first) for part in parts]",
         test="tests/training/test_tree_cascade.py::test_what_a_cascade_holds_for_a_token_is_bounded_however_many_stand_before_it",
     ),
     Mutant(
         name="tree_positions_of_places",
         fault="the position of a token in a tree is its place, not its depth",
-        function="place_in_tree",
-        before="to_int64(forest.positions[None], device),",
-        after="to_int64(np.arange(len(forest))[None], device),",
+        function="place_sequences",
+        before="to_int64(forest.positions[None], where),",
+        after="to_int64(np.arange(len(forest))[None], where),",
         test="tests/training/test_trees.py::test_logprobs_entropies_and_gradients_equal_those_of_rows",
     ),
     Mutant(
