@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flowrl import Graph
 from flowrl.models import Policy
-from flowrl.nodes import DemonstrationSource, HeldOutSteps, StepDataset, TooLong
+from flowrl.nodes import DemonstrationSource, HeldOutBatch, StepDataset, TooLong
 from flowrl.options import EpochOptions, GraphConfig, TrainerOptions, too_low, unused
 from flowrl.training.loss.token_objectives import StepCorrectness
 
@@ -69,7 +69,7 @@ def graph(cfg: ProcessRewardModel) -> Graph:
     g.connect(dataset.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     if cfg.held_out:
-        judged = HeldOutSteps(data, num_rows=cfg.held_out, token_budget=cfg.trainer.token_budget)
+        judged = HeldOutBatch(data, num_rows=cfg.held_out, token_budget=cfg.trainer.token_budget)
         held_out = g.add("held_out", judged)
         g.connect(held_out.batch, trainer.held_out, dispatch="gang")
     g.ignore(trainer.weights)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowrl import Graph
-from flowrl.nodes import HeldOutPreferences, PreferenceDataset, PreferenceSource
+from flowrl.nodes import HeldOutBatch, PreferenceDataset, PreferenceSource
 from flowrl.options import EpochOptions, GraphConfig, PreferenceData, TrainerOptions, too_low
 from flowrl.training.loss.preference_objectives import BradleyTerry
 from flowrl.training.settings import Schedule
@@ -47,7 +47,7 @@ class RewardModelTraining(GraphConfig):
 def graph(cfg: RewardModelTraining) -> Graph:
     data = replace(cfg.data.build(cfg.model, cfg.pairs), scored=True)
     objective = BradleyTerry(margin=cfg.margin, centring=cfg.centring)
-    judged = HeldOutPreferences(data, num_rows=cfg.data.held_out, token_budget=cfg.trainer.token_budget)
+    judged = HeldOutBatch(data, num_rows=cfg.data.held_out, token_budget=cfg.trainer.token_budget)
 
     g = Graph("reward_model")
     prompts = g.add("prompts", PreferenceSource(data, epochs=cfg.epochs.epochs))

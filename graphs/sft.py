@@ -16,7 +16,7 @@ from flowrl.models import Policy
 from flowrl.nodes import (
     Demonstrations,
     DemonstrationSource,
-    HeldOutDemonstrations,
+    HeldOutBatch,
     PromptSource,
     RowPart,
     Sampling,
@@ -127,7 +127,7 @@ def graph(cfg: SFT) -> Graph:
     g.connect(dataset.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     if cfg.held_out:
-        judged = HeldOutDemonstrations(data, num_rows=cfg.held_out, token_budget=cfg.trainer.token_budget)
+        judged = HeldOutBatch(data, num_rows=cfg.held_out, token_budget=cfg.trainer.token_budget)
         held_out = g.add("held_out", judged)
         g.connect(held_out.batch, trainer.held_out, dispatch="gang")
     sampling = Sampling(max_tokens=cfg.answer_tokens, stop=cfg.generator.stop_strings)

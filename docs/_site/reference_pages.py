@@ -46,7 +46,7 @@ NODES = {
         "StepDataset",
     ),
     "Preferences' reference": ("PreferenceReference",),
-    "Evaluation": ("Evaluation", "HeldOutPreferences", "HeldOutDemonstrations", "HeldOutSteps"),
+    "Evaluation": ("Evaluation", "HeldOutBatch"),
     "Episodes": ("Environment", "AgentProgram"),
     "Settings of nodes": (
         "Engine",

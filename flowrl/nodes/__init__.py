@@ -13,17 +13,19 @@ from flowrl.nodes.groups.group_filter import DynamicSampling
 from flowrl.nodes.groups.selection import BestOfN, PairMaker
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.scoring.critic import Critic
-from flowrl.nodes.scoring.reference import PreferenceReference, Reference
-from flowrl.nodes.scoring.reward import Overlong, Reward, Shaping
+from flowrl.nodes.scoring.preference_reference import PreferenceReference
+from flowrl.nodes.scoring.reference import Reference
+from flowrl.nodes.scoring.reward import Reward
 from flowrl.nodes.scoring.reward_model import ProcessReward, RewardModel
+from flowrl.nodes.scoring.shaping import Overlong, Shaping
 from flowrl.nodes.scoring.teacher import Teacher, TeacherAdvantage
-from flowrl.nodes.sources.demonstrations import Demonstrations, DemonstrationSource, HeldOutDemonstrations
+from flowrl.nodes.sources.demonstrations import Demonstrations, DemonstrationSource, StepDataset
 from flowrl.nodes.sources.given_answers import GivenAnswers, GivenResponses
+from flowrl.nodes.sources.given_rows import HeldOutBatch
 from flowrl.nodes.sources.plain_text import TextDataset, Texts, TextSource
-from flowrl.nodes.sources.preferences import HeldOutPreferences, PreferenceDataset, Preferences, PreferenceSource
+from flowrl.nodes.sources.preferences import PreferenceDataset, Preferences, PreferenceSource
 from flowrl.nodes.sources.row_checks import PromptLimit, TooLong
 from flowrl.nodes.sources.row_source import EnvironmentSource, PromptSource, RowPart, TaskSource
-from flowrl.nodes.sources.step_dataset import HeldOutSteps, StepDataset
 from flowrl.nodes.trainer import Trainer
 from flowrl.nodes.writers import PairWriter, RemainingPrompts, ResponseWriter
 
@@ -44,9 +46,7 @@ __all__ = [
     "GivenAnswers",
     "GivenResponses",
     "GroupAdvantage",
-    "HeldOutDemonstrations",
-    "HeldOutPreferences",
-    "HeldOutSteps",
+    "HeldOutBatch",
     "JoinedAdvantage",
     "Limits",
     "Overlong",

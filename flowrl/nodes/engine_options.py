@@ -8,17 +8,10 @@ What vLLM 0.32 combines with weight updates decides which options a generator th
   by its layerwise reload ("has not been implemented"). For prefetched layers it writes the buffers on the device, and
   the next pass fills these again from the old weights. Weights that vLLM quantizes while it loads them cannot be moved
   to the host at all: they are on no device until then.
-
-The types of vLLM's own options are read from vLLM's source: importing vllm takes seconds. If vLLM is not installed, its
-options are not known: any name is accepted, and values that are JSON are read as JSON.
 """
 
 from __future__ import annotations
 
-import ast
-import difflib
-import functools
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -26,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.errors import ConfigError
+from flowrl.nodes.vllm_options import given_name, parse_extra
 from flowrl.training.memory import ModelShape
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -123,7 +117,17 @@ class Engine:
                 f"{offload}, and vLLM cannot replace the weights that it keeps in host memory by an update; leave it "
                 "out, or train adapters (--lora.rank 32), which leave those weights as they are"
             )
-        return why_fixed(self.quantization, self.extra)
+        if OVERRIDE in map(given_name, self.extra):
+            return (
+                f"--engine.extra sets {OVERRIDE!r}, by which layers may be quantized in ways that a weight update "
+                "cannot repeat; write --engine.quantization fp8 instead"
+            )
+        if not self.quantization or self.quantization in FP8:
+            return ""
+        return (
+            f"its engine is quantized ({self.quantization}), and of vLLM's methods only {', '.join(sorted(FP8))} "
+            "quantize the weights of an update; write --engine.quantization fp8, or leave it out"
+        )
 
     @property
     def _offload_option(self) -> str:
@@ -138,15 +142,6 @@ class Engine:
         """Whether the layers' matrices are in fp8, quantized while they are loaded."""
         return self.quantization in FP8
 
-    def machine_needs(self, gpus: float) -> dict[str, Any]:
-        """The facts of a generator with `gpus` GPUs about what its machine has to support."""
-        cached_in_fp8 = not gpus and self.kv_cache_dtype.startswith("fp8")
-        return {
-            "quantization": self.quantization,
-            "least_capability": LEAST_CAPABILITY if self.in_fp8 else 0.0,
-            "cpu_flags": CACHE_FLAGS if cached_in_fp8 else frozenset(),
-        }
-
     def find_problems(self, gpus: float, shape: ModelShape | None = None) -> list[str]:
         """What is wrong with these options of a generator with `gpus` GPUs, as complete sentences.
 
@@ -154,11 +149,23 @@ class Engine:
         """
         stored = shape.dtype if shape is not None else ""
         dtype, experts = stored if self.dtype == "auto" else self.dtype, shape.experts if shape is not None else 0
-        found = [*self._extra_problems()]
-        found += method_problems(self.quantization, dtype, on_gpu=gpus > 0, mixture=experts > 0)
+        found, method = [*self._extra_problems()], f"--engine.quantization is {self.quantization}"
+        if self.in_fp8 and dtype == "float32":
+            found.append(
+                f"{method}, with which vLLM computes all else in 16 bits, but the engine's dtype is float32; add "
+                "--engine.dtype bfloat16"
+            )
+        if self.in_fp8 and gpus <= 0 and experts:
+            found.append(
+                f"{method}, but vLLM computes experts in fp8 only on GPUs, and the generator has none; leave it out"
+            )
+        elif self.in_fp8 and gpus <= 0 and FP8[self.quantization] != CHANNEL:
+            found.append(
+                f"{method}, which vLLM computes on GPUs, but the generator has none; write fp8, which is {CHANNEL}"
+            )
         if self.in_fp8 and (offload := self._offload_option):
             found.append(
-                f"--engine.quantization is {self.quantization} and {offload}, but vLLM cannot keep weights in host "
+                f"{method} and {offload}, but vLLM cannot keep weights in host "
                 "memory that it quantizes while it loads them; leave one of the two out"
             )
         for name in () if gpus else ON_GPUS_ONLY:
@@ -197,12 +204,57 @@ class Engine:
         }
         optional = {
             "gpu_memory_utilization": self.gpu_memory_utilization,
-            "quantization": vllm_method(self.quantization) or None,
+            "quantization": FP8.get(self.quantization, self.quantization) or None,
             "kv_cache_memory_bytes": self.kv_cache_bytes,
             "cpu_offload_gb": self.cpu_offload_gb or None,
         }
         found |= {name: value for name, value in optional.items() if value is not None}
         return found | dict(parse_extra(text) for text in self.extra)
+
+    # How a replica spreads over its GPUs: the product of the three sizes is their number.
+
+    def tensor_size(self, num_gpus: int) -> int:
+        """The tensor-parallel size of a replica with this number of GPUs."""
+        return self.tensor_parallel_size or max(1, num_gpus) // (self.pipeline_parallel_size * self.data_parallel_size)
+
+    def size_arguments(self, num_gpus: int) -> dict[str, Any]:
+        """Engine arguments for a replica with this number of GPUs, for which there are no `parallel_problems`.
+
+        Within Ray, vLLM would choose its Ray executor for several workers, and refuse our placement group.
+        """
+        sizes: dict[str, Any] = {
+            "tensor_parallel_size": self.tensor_size(num_gpus),
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+            "data_parallel_size": self.data_parallel_size,
+        }
+        return sizes | ({"distributed_executor_backend": "mp"} if num_gpus > 1 else {})
+
+    def parallel_problems(self, gpus: float) -> list[str]:
+        """What is wrong with the sizes on `gpus` GPUs for each replica, as complete sentences."""
+        tensor, pipeline, data = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
+        asked = f"tensor {tensor or 'any'} × pipeline {pipeline} × data {data} parallel parts"
+        least = self.model_parallel_gpus
+        if gpus <= 1:
+            return [] if least == 1 else [f"the engine asks for {asked}, but gpus is {gpus:g}; set gpus={least}"]
+        if gpus != int(gpus):
+            return [f"gpus is {gpus:g}; above 1 it has to be a whole number"]
+        if least != gpus if tensor else gpus % least:
+            return [
+                f"the engine asks for {asked}, but gpus is {gpus:g}; the product of the sizes has to be equal to it"
+            ]
+        return []
+
+    def head_problems(self, model_dir: Path, gpus: float) -> list[str]:
+        """The problem if tensor parallelism cannot split the attention heads of the model in `model_dir`."""
+        config = read_config(model_dir)
+        heads = {**config, **config.get("text_config", {})}.get("num_attention_heads")
+        tensor = self.tensor_size(int(gpus))
+        if heads is None or int(heads) % tensor == 0:
+            return []
+        return [
+            f"the engine splits {model_dir} into {tensor} tensor-parallel parts, but the model has {int(heads)} "
+            "attention heads; use a number of GPUs that divides them, or more replicas with fewer GPUs"
+        ]
 
 
 def largest_kv_cache(weights_bytes: int | None) -> int:
@@ -214,63 +266,6 @@ def flag_of(name: str) -> str:
     return f"--engine.{name.replace('_', '-')}"
 
 
-OPTIONS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """The sizes that a generator asks for. Their product is the number of GPUs of each of its replicas."""
-
-    tensor: int | None = None
-    """None: the number of GPUs divided by the other two sizes."""
-    pipeline: int = 1
-    data: int = 1
-
-    @classmethod
-    def of_engine(cls, engine: Engine) -> Parallel:
-        """The sizes among the options of a generator's engine."""
-        return cls(engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
-
-    def size_arguments(self, num_gpus: int) -> dict[str, Any]:
-        """Engine arguments for a replica with this number of GPUs, for which there are no `problems`.
-
-        Within Ray, vLLM would choose its Ray executor for several workers, and refuse our placement group.
-        """
-        sizes = dict(zip(OPTIONS, self.sizes_on(num_gpus), strict=True))
-        return sizes | ({"distributed_executor_backend": "mp"} if num_gpus > 1 else {})
-
-    def sizes_on(self, num_gpus: int) -> tuple[int, int, int]:
-        """(tensor, pipeline, data) of a replica with this number of GPUs."""
-        return self.tensor_size(num_gpus), self.pipeline, self.data
-
-    def tensor_size(self, num_gpus: int) -> int:
-        return self.tensor or max(1, num_gpus) // (self.pipeline * self.data)
-
-    def find_problems(self, gpus: float) -> list[str]:
-        """What is wrong with these sizes on `gpus` GPUs for each replica, as complete sentences."""
-        asked = f"tensor {self.tensor or 'any'} × pipeline {self.pipeline} × data {self.data} parallel parts"
-        least = (self.tensor or 1) * self.pipeline * self.data
-        if gpus <= 1:
-            return [] if least == 1 else [f"the engine asks for {asked}, but gpus is {gpus:g}; set gpus={least}"]
-        if gpus != int(gpus):
-            return [f"gpus is {gpus:g}; above 1 it has to be a whole number"]
-        if least != gpus if self.tensor else gpus % least:
-            return [
-                f"the engine asks for {asked}, but gpus is {gpus:g}; the product of the sizes has to be equal to it"
-            ]
-        return []
-
-    def problems_with(self, model_dir: Path, gpus: float) -> list[str]:
-        """The problem if tensor parallelism cannot split the attention heads of the model in `model_dir`."""
-        heads, tensor = _attention_heads(model_dir), self.tensor_size(int(gpus))
-        if heads is None or heads % tensor == 0:
-            return []
-        return [
-            f"the engine splits {model_dir} into {tensor} tensor-parallel parts, but the model has {heads} attention "
-            f"heads; use a number of GPUs that divides them, or more replicas with fewer GPUs"
-        ]
-
-
 def read_config(model_dir: Path) -> dict[str, Any]:
     """The model's config.json; empty if it cannot be read, which `check_model` reports."""
     try:
@@ -278,13 +273,6 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _attention_heads(model_dir: Path) -> int | None:
-    """The number of attention heads in the model's config.json; None if it has none."""
-    config = read_config(model_dir)
-    found = {**config, **config.get("text_config", {})}.get("num_attention_heads")
-    return int(found) if found is not None else None
 
 
 PREFETCH = "offload_"
@@ -301,127 +289,6 @@ CACHE_FLAGS = frozenset({"avx512f", "amx_tile"})
 """CPUs with one of these flags can keep vLLM's KV cache in fp8."""
 OVERRIDE = "quantization_config"
 """vLLM's option that can choose a different method for each layer."""
-
-
-def vllm_method(quantization: str) -> str:
-    """vLLM's name of a method."""
-    return FP8.get(quantization, quantization)
-
-
-def why_fixed(quantization: str, extra: tuple[str, ...]) -> str:
-    """Why an engine with these options takes no new weights, "" if it takes them."""
-    if OVERRIDE in map(given_name, extra):
-        return (
-            f"--engine.extra sets {OVERRIDE!r}, by which layers may be quantized in ways that a weight update cannot "
-            "repeat; write --engine.quantization fp8 instead"
-        )
-    if not quantization or quantization in FP8:
-        return ""
-    return (
-        f"its engine is quantized ({quantization}), and of vLLM's methods only {', '.join(sorted(FP8))} quantize the "
-        "weights of an update; write --engine.quantization fp8, or leave it out"
-    )
-
-
-def method_problems(quantization: str, dtype: str, *, on_gpu: bool, mixture: bool) -> Iterator[str]:
-    """What is wrong with a method for an engine whose other weights and computation have this dtype.
-
-    `mixture` says whether the model is a mixture of experts.
-    """
-    if quantization not in FP8:
-        return
-    if dtype == "float32":
-        yield (
-            f"--engine.quantization is {quantization}, with which vLLM computes all else in 16 bits, but the engine's "
-            "dtype is float32; add --engine.dtype bfloat16"
-        )
-    if mixture and not on_gpu:
-        yield (
-            f"--engine.quantization is {quantization}, but vLLM computes experts in fp8 only on GPUs, and the "
-            "generator has none; leave it out"
-        )
-    elif not on_gpu and vllm_method(quantization) != CHANNEL:
-        yield (
-            f"--engine.quantization is {quantization}, which vLLM computes on GPUs, but the generator has none; write "
-            f"fp8, which is {CHANNEL}"
-        )
-
-
-def method_note(quantization: str) -> str:
-    """What `flowrl check` reports about a method."""
-    return (
-        f"--engine.quantization {quantization}: vLLM quantizes the layers' matrices of every version by "
-        f"{vllm_method(quantization)}; embeddings, norms and the output layer stay in 16 bits"
-    )
-
-
-WORDS = {"int": "an integer", "float": "a number", "bool": "true or false"}
-
-
-def given_name(text: str) -> str:
-    """The name in `--engine.extra NAME=VALUE` in vLLM's spelling, whether or not vLLM has such an option."""
-    return text.partition("=")[0].strip().replace("-", "_")
-
-
-def parse_extra(text: str) -> tuple[str, Any]:
-    """(name, value) of `--engine.extra NAME=VALUE`. Raises ConfigError for a name or value that vLLM does not take."""
-    _, equals, value = text.partition("=")
-    name = given_name(text)
-    if not equals or not name:
-        raise ConfigError(f"--engine.extra is {text!r}; write NAME=VALUE, such as max_num_batched_tokens=8192")
-    known = known_options()
-    if known is None:
-        return name, json_or_text(value)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else "they are the fields of vLLM's AsyncEngineArgs"
-        raise ConfigError(f"--engine.extra names {name!r}, which is not an option of vLLM's engine; {hint}")
-    return name, typed_value(name, value, known[name])
-
-
-@functools.cache
-def known_options() -> Mapping[str, str] | None:
-    """Option -> its type as vLLM's source writes it; None if vLLM is not installed."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    source = Path(next(iter(spec.submodule_search_locations))) / "engine" / "arg_utils.py"
-    if not source.is_file():
-        return None
-    classes = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    return {
-        field.target.id: ast.unparse(field.annotation)
-        for one in classes
-        if one.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in one.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
-
-
-def typed_value(name: str, value: str, annotation: str) -> Any:
-    """`value` as the first type of a union that accepts it. Types other than those in `WORDS` take JSON, or text."""
-    kinds = [kind.strip() for kind in annotation.strip("'").split(" | ")]
-    if "None" in kinds and value.lower() in ("none", "null"):
-        return None
-    for kind in kinds:
-        try:
-            if kind == "bool" and value.lower() in ("true", "false"):
-                return value.lower() == "true"
-            if kind in ("int", "float"):
-                return {"int": int, "float": float}[kind](value)
-        except ValueError:
-            continue
-    if set(kinds) - {"None", *WORDS}:
-        return value if kinds == ["str"] else json_or_text(value)
-    needed = ", or ".join(WORDS[kind] for kind in kinds if kind in WORDS)
-    raise ConfigError(f"--engine.extra {name}={value}: vLLM's {name} needs {needed}")
-
-
-def json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -23,26 +23,23 @@ from flowrl.messages import Prompt, Sample
 from flowrl.messages.episode import Episode
 from flowrl.models import Chat, Policy, check_model, known_context, tokenizer_of
 from flowrl.nodes.held_out_answers import (
-    HeldOutEpisodes,
-    HeldOutRows,
-    HeldOutTask,
+    HeldOutScores,
+    HeldOutSet,
+    Marked,
     ScoredBy,
     full_marks,
-    held_out_prompt,
-    open_scores,
 )
 from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion
 from flowrl.nodes.sources.row_checks import PromptLimit, place_of, prompt_texts, require_rendered, rows_within
 from flowrl.nodes.sources.row_source import SourceRow, prompt_fields, question_fields, task_fields
 from flowrl.nodes.writers import ProgressCount
-from flowrl.runtime.checkpoints.unfinished_evaluation import AnswerKey, kept_answers, versions_in
+from flowrl.runtime.checkpoints.unfinished_evaluation import kept_answers, versions_in
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.runtime.samples.sample_notes import SampleRecord
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet, too_few
 from flowrl.tasks.reward_calls.http import AWAY_S, Patience
-from flowrl.tasks.reward_calls.reward_client import RewardClient
-from flowrl.tasks.rewards import Part, names_model, open_reward
+from flowrl.tasks.rewards import names_model, open_reward
 from flowrl.tasks.row_reading.row_loading import require_served
 from flowrl.tasks.row_reading.rows_on_disk import pick_rows, prompt_ids
 
@@ -117,7 +114,7 @@ class Evaluation(Node):
         self.reward_concurrency = reward_concurrency
         self.away_s = away_s
         self._finished = asyncio.Event()
-        self._held_out: list[HeldOutRows] = []
+        self._held_out: list[HeldOutSet] = []
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -136,13 +133,21 @@ class Evaluation(Node):
     def facts(self) -> Facts:
         played = (*self.environments, *self.agent_sets)
         unused = [port for port, asked in (("generate", self.sets), ("play", played)) if not asked]
+        without_scorer: dict[str, str] = {}
+        if self.asks_model:
+            first = next(name for name, by in self.scored_by.items() if by.by_model)
+            without_scorer["score"] = (
+                f"the reward of {first!r} names reward_model, but no reward model is there to score held-out answers; "
+                "name its directory with --reward-model if the graph has that option, name another reward, or set "
+                "--evaluate 0 and score afterwards with flowrl evaluate MODEL --reward-model DIRECTORY"
+            )
         return Facts(
             concurrency=self.concurrency,
             longest_context=self.limit.tokens,
             context_by=self.limit.option,
             held_out_sets=self._set_names,
             optional=("score", *unused),
-            unconnected={"score": self._problem_without_scorer} if self.asks_model else {},
+            unconnected=without_scorer,
         )
 
     def check(self, facts: Any) -> list[str]:
@@ -174,16 +179,6 @@ class Evaluation(Node):
             if one.asked_at == 0 and (one.top_p is not None or one.top_k is not None)
         ]
         return problems
-
-    @property
-    def _problem_without_scorer(self) -> str:
-        """The problem if a reward model is named but none is connected."""
-        first = next(name for name, by in self.scored_by.items() if by.by_model)
-        return (
-            f"the reward of {first!r} names reward_model, but no reward model is there to score held-out answers; name "
-            "its directory with --reward-model if the graph has that option, name another reward, or set --evaluate 0 "
-            "and score afterwards with flowrl evaluate MODEL --reward-model DIRECTORY"
-        )
 
     def preflight(self) -> str | None:
         check_model(self.policy)
@@ -245,18 +240,18 @@ class Evaluation(Node):
         if self.sets:
             tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
             self._held_out += [await self._open_task(one, tokenizer) for one in self.sets]
-        episodes = partial(HeldOutEpisodes, play=self.play, count=self.context.metric)
+        played = partial(HeldOutSet, ask=self.play, count=self.context.metric)
         for name in self.environments:
             rows = self._played_rows(name)
-            self._held_out.append(episodes(name, rows, num_samples=self.num_samples, fields=prompt_fields))
+            self._held_out.append(played(name, rows, self.num_samples, prompt_fields))
         for one in self.agent_sets:
             asked = one.chosen(await self.blocking(load_rows, one.task, whole=one.whole))
             fields: Callable[[Any], Mapping[str, Any]] = partial(task_fields, one.task)
             if self.asked_in:
                 fields = partial(question_fields, self.asked_in, one.name)
-            self._held_out.append(episodes(one.name, asked, num_samples=one.samples, fields=fields))
+            self._held_out.append(played(one.name, asked, one.samples, fields))
 
-    async def _open_task(self, one: EvaluationSet, tokenizer: Any) -> HeldOutTask:
+    async def _open_task(self, one: EvaluationSet, tokenizer: Any) -> HeldOutSet:
         chat = Chat(tokenizer, one.task.system_prompt)
         found = await self.blocking(load_rows, one.task, whole=one.whole)
         chosen = one.chosen(found)
@@ -273,21 +268,17 @@ class Evaluation(Node):
                 f"{one.name}: {num_long} of {num_long + len(rows) if left_out else len(rows)} held-out prompts have "
                 f"more than {self._most_tokens} tokens and {'are not asked' if left_out else 'lose their beginning'}"
             )
-        return HeldOutTask(
-            one,
-            rows,
-            chat,
-            open_scores(by, one.task, self.score, open_client=self._open_client, count=self.context.metric),
-            most=self._most_tokens,
-            generate=self.generate,
-            tells_right=by.tells_right,
-            count=self.context.metric,
-        )
-
-    def _open_client(self, parts: Sequence[Part]) -> RewardClient:
-        """A client of functions and servers."""
         patience = Patience(self.away_s, self.context.outside, self.context.progress)
-        return open_reward(parts, timeout_s=self.timeout_s, concurrency=self.reward_concurrency, patience=patience)
+        opened = partial(open_reward, timeout_s=self.timeout_s, concurrency=self.reward_concurrency, patience=patience)
+        count, most = self.context.metric, self._most_tokens
+
+        def fields_of(row: Row) -> Mapping[str, Any]:
+            text, token_ids = chat.with_tools(row.tools).encode_prompt(row.turns)
+            asked = token_ids if most is None else token_ids[-most:]  # a longer prompt loses its beginning
+            return {"text": text, "token_ids": asked, "columns": row.columns, **one.asked_as}
+
+        scores = HeldOutScores(by, one.task, self.score, open_client=opened, count=count)
+        return HeldOutSet(one.name, rows, one.samples, fields_of, self.generate, count, scores)
 
     def _fitting_rows(self, one: EvaluationSet, rows: Sequence[Row], chat: Chat) -> tuple[Sequence[Row], int]:
         """The rows of a set that are asked, and how many prompts are too long. Raises ConfigError."""
@@ -317,7 +308,8 @@ class Evaluation(Node):
 
     async def close(self) -> None:
         for held_out in self._held_out:
-            await held_out.close()
+            if held_out.scores is not None:
+                await held_out.scores.close()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
         """Request, score and record answers. `phase` is before, during or after; weights must not change meanwhile.
@@ -327,11 +319,35 @@ class Evaluation(Node):
         slots = asyncio.Semaphore(self.concurrency)
         total = sum(len(held_out.rows) * held_out.num_samples for held_out in self._held_out)
         kept = await self.blocking(kept_answers, Path(self.context.run_dir), phase=phase, step=step)
-        self._so_far = AnswersSoFar(kept, total=total, say=self.context.progress)
+        progress = ProgressCount("answers", self.context.progress, total=total, there=len(kept))
+        whole = {one.name for one in (*self.sets, *self.agent_sets) if one.whole}  # these names are always shown
         figures: dict[str, float] = {}
         booked: list[EvaluationRow] = []
+
+        async def answer_row(held_out: HeldOutSet, row: SourceRow, member: int) -> Answered | None:
+            if (record := kept.get((held_out.name, row.prompt_id, member))) is not None:
+                return answer_of_record(record)
+            async with slots:
+                prompt = held_out.make_prompt(row, member=member, where=(self.name, phase, step))
+                marked = await held_out.ask_and_score(prompt, row)
+            if marked is None:
+                return None
+            progress.count_items()
+            return self._book_answer(held_out, row, member, phase, step, marked)
+
         for index, held_out in enumerate(self._held_out):
-            answered = await self._ask_set(held_out, phase, step, slots)
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(answer_row(held_out, row, member))
+                    for row in held_out.rows
+                    for member in range(held_out.num_samples)
+                ]
+            answered = [found for task in asked if (found := task.result()) is not None]
+            if not answered:
+                raise FlowrlError(
+                    f"{self.name}: none of {len(asked)} held-out answers of {held_out.name!r} has a score "
+                    f"at version {step}; the counters evaluation_* in metrics.jsonl say why"
+                )
             rows = [row for row, _ in answered]
             if len(known := versions_of(rows)) > 1:
                 raise FlowrlError(
@@ -339,42 +355,19 @@ class Evaluation(Node):
                     "it needs one; this is an error in flowrl, please report it"
                 )
             booked += rows
-            found = summarize_answers(rows, held_out.num_samples, tells_right=held_out.tells_right)
-            found |= mean_parts([parts for _, parts in answered])
-            if index or held_out.name in self._shown_names:
-                figures |= {f"{held_out.name}/{name}": value for name, value in found.items()}
-            figures |= found if index == 0 else {}
-        self._so_far.progress.report_end()
+            summary = summarize_answers(rows, held_out.num_samples, tells_right=held_out.tells_right)
+            summary |= mean_parts([parts for _, parts in answered])
+            if index or held_out.name in whole:
+                figures |= {f"{held_out.name}/{name}": value for name, value in summary.items()}
+            figures |= summary if index == 0 else {}
+        progress.report_end()
         self.context.ledger.evaluation(booked)  # all or none: a resumed run repeats an evaluation that has no rows
         return figures
 
-    async def _ask_set(self, held_out: HeldOutRows, phase: str, step: int, slots: asyncio.Semaphore) -> list[Answered]:
-        async with asyncio.TaskGroup() as tasks:
-            asked = [
-                tasks.create_task(self._ask_row(held_out, row, member, phase, step, slots))
-                for row in held_out.rows
-                for member in range(held_out.num_samples)
-            ]
-        answered = [found for task in asked if (found := task.result()) is not None]
-        if not answered:
-            raise FlowrlError(
-                f"{self.name}: none of {len(asked)} held-out answers of {held_out.name!r} has a score "
-                f"at version {step}; the counters evaluation_* in metrics.jsonl say why"
-            )
-        return answered
-
-    async def _ask_row(
-        self, held_out: HeldOutRows, row: SourceRow, member: int, phase: str, step: int, slots: asyncio.Semaphore
-    ) -> Answered | None:
-        if (before := self._so_far.find_answer(held_out.name, row.prompt_id, member)) is not None:
-            return before
-        async with slots:
-            where = (self.name, phase, step)
-            prompt = held_out_prompt(held_out, row, member=member, where=where)
-            marked = await held_out.ask_and_score(prompt, row)
-        if marked is None:
-            return None
-        self._so_far.progress.count_items()
+    def _book_answer(
+        self, held_out: HeldOutSet, row: SourceRow, member: int, phase: str, step: int, marked: Marked
+    ) -> Answered:
+        """Keep an answer among the samples, and make its row of the ledger."""
         versions = marked.sample.whole_versions[marked.sample.whole_mask]
         correct = full_marks(marked.score) if marked.correct is None else marked.correct
         place = {"phase": phase, "step": step, "task": held_out.name, "parts": marked.parts}
@@ -399,11 +392,6 @@ class Evaluation(Node):
         rows = environment_rows(environment).held_out
         return sorted(rows, key=lambda row: row.prompt_id)[: self.num_prompts]
 
-    @property
-    def _shown_names(self) -> set[str]:
-        """The names of sets whose figures have the set's name even if it is the first set."""
-        return {one.name for one in (*self.sets, *self.agent_sets) if one.whole}
-
 
 def _rendered_rows(rows: Sequence[Row], chat: Chat) -> Sequence[Row]:
     """The rows whose prompts the template renders. Raises ConfigError if there is none."""
@@ -420,35 +408,22 @@ Answered = tuple[EvaluationRow, Mapping[str, float]]
 """The ledger's row of an answer, and the parts of its score if a reward model is one of them."""
 
 
-class AnswersSoFar:
-    """The answers of one evaluation: those that an earlier run of the command has kept, and a count of all.
-
-    For use on one event loop.
-    """
-
-    def __init__(self, kept: Mapping[AnswerKey, SampleRecord], *, total: int, say: Callable[[str], None]) -> None:
-        """`kept` are the answers of an earlier run; `total` is the number of all answers that are asked for."""
-        self._kept = kept
-        self.progress = ProgressCount("answers", say, total=total, there=len(kept))
-
-    def find_answer(self, task: str, prompt_id: str, member: int) -> Answered | None:
-        """The answer, if an earlier run has kept it."""
-        if (record := self._kept.get((task, prompt_id, member))) is None:
-            return None
-        versions = versions_in(record)
-        booked = EvaluationRow(
-            phase=record["phase"],
-            step=record["step"],
-            prompt_id=record["prompt_id"],
-            member=record["member"],
-            score=record["reward"],
-            correct=full_marks(record["reward"]) if record["correct"] is None else record["correct"],
-            response_tokens=record["response_tokens"],
-            oldest_version=min(versions, default=None),
-            newest_version=max(versions, default=None),
-            task=record["task"],
-        )
-        return booked, record["parts"]
+def answer_of_record(record: SampleRecord) -> Answered:
+    """The answer that an earlier run of the command has kept."""
+    versions = versions_in(record)
+    booked = EvaluationRow(
+        phase=record["phase"],
+        step=record["step"],
+        prompt_id=record["prompt_id"],
+        member=record["member"],
+        score=record["reward"],
+        correct=full_marks(record["reward"]) if record["correct"] is None else record["correct"],
+        response_tokens=record["response_tokens"],
+        oldest_version=min(versions, default=None),
+        newest_version=max(versions, default=None),
+        task=record["task"],
+    )
+    return booked, record["parts"]
 
 
 def digest_of_rows(rows: Iterable[Row]) -> str:

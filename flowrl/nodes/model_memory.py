@@ -8,7 +8,7 @@ from flowrl.graph.node import Footprint, MemoryTerm, Share, Stay
 from flowrl.graph.routes import WeightTransport, readers_dtype
 from flowrl.models import Policy
 from flowrl.models.model_layout import known_shape
-from flowrl.nodes.engine_options import Engine, Parallel, largest_kv_cache
+from flowrl.nodes.engine_options import Engine, largest_kv_cache
 from flowrl.training.memory import BYTES, ModelShape, TrainerModel, scoring_bytes, scoring_gathered
 from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings
 
@@ -119,16 +119,22 @@ def generator_footprint(
     shape = known_shape(policy)
     if shape is None:
         return None
+    element = shape.element_bytes if engine.dtype == "auto" else BYTES[engine.dtype]
     if not share.gpus:
-        return Footprint(tuple(cpu_generator_terms(shape, engine, slots, share.longest_asked, longest_response)))
-    tensor, pipeline, _ = Parallel.of_engine(engine).sizes_on(max(1, int(share.gpus)))
+        longest = share.longest_asked
+        prompt = PROMPT_TOKENS if longest is None else min(PROMPT_TOKENS, longest)
+        per_token = shape.kv_bytes_per_token(element)
+        room = min(largest_kv_cache(shape.parameters * element), slots * (prompt + longest_response) * per_token)
+        weights = stored_bytes(shape, engine)
+        terms = [MemoryTerm("weights", weights), MemoryTerm("KV cache", engine.kv_cache_bytes or room)]
+        return Footprint(tuple(terms))
+    tensor, pipeline = engine.tensor_size(max(1, int(share.gpus))), engine.pipeline_parallel_size
     if shape.heads % tensor:
         problem = (
             f"the engine splits {policy.model} into {tensor} tensor-parallel parts, but the model has {shape.heads} "
             "attention heads; use a number of GPUs that divides them, or more replicas with fewer GPUs"
         )
         return Footprint((), (problem,))
-    element = engine_element_bytes(shape, engine)
     offloaded = int(engine.cpu_offload_gb * GIB)
     weights = max(0, -(-stored_bytes(shape, engine) // (tensor * pipeline)) - offloaded)
     runtime = RUNTIME_BYTES + (0 if engine.enforce_eager else GRAPHS_BYTES) + (NCCL_BYTES if tensor > 1 else 0)
@@ -164,26 +170,9 @@ def generator_footprint(
     return Footprint(tuple(terms), (problem,))
 
 
-def cpu_generator_terms(
-    shape: ModelShape, engine: Engine, slots: int, longest_asked: int | None, longest_response: int
-) -> Iterator[MemoryTerm]:
-    """What a generator without a GPU takes of host memory."""
-    element = engine_element_bytes(shape, engine)
-    yield MemoryTerm("weights", stored_bytes(shape, engine))
-    prompt = PROMPT_TOKENS if longest_asked is None else min(PROMPT_TOKENS, longest_asked)
-    tokens = slots * (prompt + longest_response)
-    room = min(largest_kv_cache(shape.parameters * element), tokens * shape.kv_bytes_per_token(element))
-    yield MemoryTerm("KV cache", engine.kv_cache_bytes or room)
-
-
-def engine_element_bytes(shape: ModelShape, engine: Engine) -> int:
-    """Bytes of an element of the weights in 16 or 32 bits."""
-    return shape.element_bytes if engine.dtype == "auto" else BYTES[engine.dtype]
-
-
 def stored_bytes(shape: ModelShape, engine: Engine) -> int:
     """Bytes of the whole model's weights. Only the layers' matrices are in fp8, with a scale of 4 bytes per output."""
-    element = engine_element_bytes(shape, engine)
+    element = shape.element_bytes if engine.dtype == "auto" else BYTES[engine.dtype]
     if "fp8" not in engine.quantization:
         return shape.parameters * element
     matrices = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)

@@ -33,7 +33,7 @@ from flowrl.graph.node import Facts, Footprint, Node, Saved, Share
 from flowrl.graph.ports import In, Out
 from flowrl.graph.routes import readers_dtype
 from flowrl.machine.disk import told_if_full
-from flowrl.messages import Batch, Bool, Trainable, Weights
+from flowrl.messages import Batch, Bool, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.model_files import stored_dtype
 from flowrl.models.model_layout import balance_problems, layout_note, shared_notes, shared_problems, trainer_layout
@@ -49,7 +49,6 @@ from flowrl.training.model.trainable import check_trainable
 from flowrl.training.settings import Accumulate, LoRA, Schedule, SequenceKind, Start, ZeroSettings, attention_problems
 
 if TYPE_CHECKING:
-    from flowrl.training.engine.gang import Gang
     from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.learner import Learner, Update
     from flowrl.training.model.policy_model import OutputLayer
@@ -156,21 +155,13 @@ class BatchRecord:
         With `too_few` samples for a loss none did, and those of `masks` count as masked.
         """
         if too_few:
-            part = replace(part, samples=tuple(map(_keep_out, part.samples, masks)))
+            kept_out = zip(part.samples, masks, strict=True)
+            samples = tuple(replace(one, loss_mask=trained_mask(one) & ~mask) for one, mask in kept_out)
+            part = replace(part, samples=samples)
             masks = [np.zeros_like(mask) for mask in masks]
         self.stats.append(BatchStats.collect_stats(part.samples, masks, version))
         self.uses += [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)]
         self.num_groups += part.num_groups
-
-    def gather_over_ranks(self, gang: Gang) -> tuple[BatchStats, list[Use]]:
-        """The statistics and uses of all parts; collective."""
-        stats, uses = zip(*gang.gather_parts((BatchStats.add_up(self.stats), self.uses)), strict=True)
-        return BatchStats.add_up(stats), [use for part_uses in uses for use in part_uses]
-
-
-def _keep_out(sample: Trainable, mask: Bool) -> Trainable:
-    """The sample, with the tokens of `mask` kept out of the loss."""
-    return replace(sample, loss_mask=trained_mask(sample) & ~mask)
 
 
 def explain_whole_batches(objective: object, zero: ZeroSettings, *, epochs: int, balance: float = 0.0) -> str:
@@ -379,7 +370,11 @@ class Trainer(ResidentNode):
     def _load_learner(self) -> Learner:
         """Meet the other ranks and load the model; collective."""
         progress = self.context.progress
-        source = self._find_source()
+        resumed = self.context.resume_dir
+        if resumed is not None and not self.lora.rank:
+            source = str(self._model_dir(resumed))
+        else:  # a checkpoint of an adapter does not contain the base model
+            source = resolve(self.policy, progress=progress)
         progress("importing torch and DeepSpeed")
         import torch
 
@@ -402,8 +397,8 @@ class Trainer(ResidentNode):
             start = "reward_model"
         kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
         engine = ZeroEngine(source, self.zero, gang, head=self.objective.head, start=start, lora=self.lora, **kind)
-        if self.context.resume_dir is not None:
-            engine.load_state(self._state_dir(self.context.resume_dir))
+        if resumed is not None:
+            engine.load_state(self._state_dir(resumed))
         if self.weights.connected:
             self._publisher = self._make_publisher(engine)
         progress("ready")
@@ -451,12 +446,6 @@ class Trainer(ResidentNode):
             probe_every=self.probe_every,
         )
 
-    def _find_source(self) -> str:
-        """The model directory to start from. A checkpoint of an adapter does not contain the base model."""
-        if self.context.resume_dir is not None and not self.lora.rank:
-            return str(self._model_dir(self.context.resume_dir))
-        return resolve(self.policy, progress=self.context.progress)
-
     async def run(self) -> None:
         await self._publish_version(changed=True)
         await self._held_out.collect_batches(self.held_out)
@@ -474,14 +463,12 @@ class Trainer(ResidentNode):
                 self.context.ledger.step(record, uses, policy=self.name)
             if self.version % self.publish_every == 0:
                 await self._publish_version(changed=changed)
-            self._finish_pieces()  # before `step_done`, where a checkpoint may be taken
+            for piece in self._pieces:  # before `step_done`, where a checkpoint may be taken
+                self.batches.finish(piece)
+            self._pieces = []
             await self.context.step_done(self.version)
         if self._published != self.version:  # `publish_every` skipped the last version
             await self._publish_version(changed=True)
-        await self._report_last()
-
-    async def _report_last(self) -> None:
-        """Report the held-out figures of the last version, unless a line of metrics has them; all ranks."""
         if not self._held_out.lacks_report(self.version):
             return
         async with self.context.on_devices():
@@ -489,11 +476,6 @@ class Trainer(ResidentNode):
                 figures = await self.blocking(self._held_out.report_figures, self.version, self._judge_batch)
         if self.context.replica == 0:
             self.context.judged(self.version, figures)
-
-    def _finish_pieces(self) -> None:
-        for piece in self._pieces:
-            self.batches.finish(piece)
-        self._pieces = []
 
     async def _assert_bound(self, batch: Batch) -> None:
         """If the tokens' versions are not this trainer's, the ledger checks the age of the groups."""
@@ -534,9 +516,11 @@ class Trainer(ResidentNode):
         self._record.add_part(part, masks, self.version, too_few=too_few)
         if update is None or not piece.last:
             return None
-        (stats, uses), num_groups = self._record.gather_over_ranks(self._learner.engine.gang), self._record.num_groups
+        own = (BatchStats.add_up(self._record.stats), self._record.uses)
+        all_stats, all_uses = zip(*self._learner.engine.gang.gather_parts(own), strict=True)
+        stats, uses = BatchStats.add_up(all_stats), [use for of_rank in all_uses for use in of_rank]
+        record = {"step": step, "lr": lr, "num_groups": self._record.num_groups}
         self._record = BatchRecord()
-        record = {"step": step, "lr": lr, "num_groups": num_groups}
         if not self.objective.offline:  # offline data have no rewards that a batcher could report
             record |= piece.metrics
         record |= stats.make_metrics(offline=self.objective.offline) | update.metrics
@@ -567,15 +551,13 @@ class Trainer(ResidentNode):
             return
         skipped = self.version - self._published > 1  # versions that may have changed the weights
         async with self.context.on_devices():
-            await self._publish_on_devices(publisher, "full" if changed or skipped else "unchanged")
+            with self.context.busy("publish"):
+                kind = "full" if changed or skipped else "unchanged"
+                manifest = await self.blocking(publisher.publish_version, self.version, kind)
+                if manifest is not None:
+                    await self.weights.send(manifest)
+                await self.blocking(publisher.transmit_tensors)
         self._published = self.version
-
-    async def _publish_on_devices(self, publisher: Publisher, kind: str) -> None:
-        with self.context.busy("publish"):
-            manifest = await self.blocking(publisher.publish_version, self.version, kind)
-            if manifest is not None:
-                await self.weights.send(manifest)
-            await self.blocking(publisher.transmit_tensors)
 
     def _save_checkpoint(self, path: str) -> None:
         engine = self._learner.engine

@@ -127,8 +127,8 @@ class RemainingPrompts(PromptSource):
         self.per_group = per_group
         self.given = given
 
-    def read(self) -> Any:
-        return load_demonstrations(self.task, whole=self.part == "all") if self.given else super().read()
+    def read_rows(self) -> Any:
+        return load_demonstrations(self.task, whole=self.part == "all") if self.given else super().read_rows()
 
     def preflight(self) -> str | None:
         rows, done = self.rows(), self._written_ids()

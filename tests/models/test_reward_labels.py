@@ -161,7 +161,7 @@ def test_steps_are_scored_by_the_chosen_labels(policy: Path, tmp_path: Path, tas
     given = sample(0, prompt_id=row.prompt_id, response_text="w1 w2", token_ids=np.array([1, EOS], np.int32))
     node = ProcessReward(str(path), Policy(str(policy)), task, separator=" w5", label="good=1,bad=-1")
     (out,) = run_node(node, {"rollouts": [given]}).sent("scored")
-    ids, mask = node.step_tokens(node.question_of(given))
+    ids, mask = node.read_tokens(node.question_of(given))
     (place,) = np.flatnonzero(mask)
     bad, good = np.exp(logits(path, ids[:place].tolist()))
     assert out.reward == pytest.approx(good / (bad + good), abs=1e-5)

@@ -17,7 +17,7 @@ from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.models.tokens.text_tokens import split_pieces, text_tokens
-from flowrl.nodes import HeldOutDemonstrations, TextDataset, Texts, TextSource
+from flowrl.nodes import HeldOutBatch, TextDataset, Texts, TextSource
 from flowrl.nodes.sources.plain_text import CutBy
 from flowrl.tasks import Task, load_rows, load_texts
 from flowrl.testing import run_node
@@ -83,7 +83,7 @@ def test_the_order_is_shuffled_and_repeated_texts_stay(tmp_path: Path) -> None:
 def test_held_out_texts_are_measured_and_not_trained(tmp_path: Path) -> None:
     task = corpus(tmp_path)
     data = TextDataset(Texts(task, Policy("tiny"), max_tokens=64))
-    (batch,) = run_node(HeldOutDemonstrations(data), name="held_out").sent("batch")
+    (batch,) = run_node(HeldOutBatch(data), name="held_out").sent("batch")
     held_out = load_texts(task).held_out
     assert held_out and targets(list(batch.samples)) == sorted(
         int(one) for text in text_tokens(character_tokenizer(), [row.prompt for row in held_out]) for one in text[1:]

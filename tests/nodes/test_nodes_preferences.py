@@ -108,7 +108,7 @@ def test_a_mismatched_completion_loses_the_beginning_of_its_prompt_too() -> None
 def test_the_reference_scores_no_row_that_is_dropped() -> None:
     whole, _ = rendered(data("labelled"))
     longest = max(len(group.samples[0].token_ids) for group in whole)
-    fitting = PreferenceReference(data("labelled", max_tokens=longest - 1)).keeps_row
+    fitting = data("labelled", max_tokens=longest - 1).keeps_row
     assert 0 < sum(fitting(group.samples) for group in whole) < len(whole)
 
 

@@ -223,14 +223,14 @@ def test_held_out_answers_wait_for_samples(policy: Path, reward_model: Path, tas
             await go_on.wait()
             return fn(*args)
 
-        def scored_ids(asked: ScoreQuestion) -> Int32:
+        def read_tokens(asked: ScoreQuestion) -> Int32:
             read.append(1)
             if len(read) == 3:
                 there.set()
-            return RewardModel.scored_ids(node, asked)
+            return RewardModel.read_tokens(node, asked)
 
         async with NodeRig(node, preflight=False) as rig:
-            node.context.blocking, node.scored_ids = blocking, scored_ids  # type: ignore[method-assign]
+            node.context.blocking, node.read_tokens = blocking, read_tokens  # type: ignore[method-assign]
             samples = [sample(n, token_ids=np.array([n, 1, 2, EOS], np.int32)) for n in range(4)]
             rig.feed(node.rollouts, samples[0])
             await begun.wait()
@@ -378,9 +378,9 @@ def test_a_model_is_scored_at_the_token_at_which_it_was_trained(eos: str, tmp_pa
     node = RewardModel("anywhere", Policy(), data.task)
     node._scorer = scorer
     sampled = Chat(tokenizer).encode_completion(row.turns, "\n\nHello")[0]
-    for ids, node._same_tokens in ((sampled, True), (sampled[:-1], True), (sampled[:1], False)):
+    for ids, node.reads_text in ((sampled, False), (sampled[:-1], False), (sampled[:1], True)):
         asked = ScoreQuestion("\n\nHello", ids, row.turns)
-        assert node.scored_ids(asked).tolist() == chosen.token_ids.tolist()
+        assert node.read_tokens(asked).tolist() == chosen.token_ids.tolist()
 
 
 def test_the_graph_of_reward_models_trains_what_is_scored(tmp_path: Path) -> None:

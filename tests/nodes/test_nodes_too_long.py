@@ -14,12 +14,12 @@ from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import (
     Demonstrations,
     DemonstrationSource,
-    HeldOutDemonstrations,
+    HeldOutBatch,
     PreferenceDataset,
     Preferences,
     PreferenceSource,
 )
-from flowrl.nodes.sources.row_checks import TooLong, shorten_prompt
+from flowrl.nodes.sources.row_checks import TooLong, open_chat, shorten_prompt
 from flowrl.tasks import Task, load_demonstrations
 from flowrl.testing import run_node
 
@@ -80,19 +80,13 @@ def test_a_long_pair_is_an_error_before_the_run_if_asked_for(tmp_path: Path) -> 
         rows(tmp_path / "rows.jsonl", chosen="a", rejected="b"), Policy("tiny"), max_tokens=20, too_long="error"
     )
     with pytest.raises(ConfigError, match=r"conversations of .* are longer than max_tokens = 20"):
-        PreferenceDataset(data)._refuse_long(_renderer(data))
-
-
-def _renderer(data: Preferences) -> object:
-    from flowrl.nodes.sources.preferences import Renderer
-
-    return Renderer(data, data.open_chat(), data.read_rows().train)
+        PreferenceDataset(data).refuse_long(open_chat(data.task, data.policy))
 
 
 def test_the_loss_is_measured_on_rows_that_are_not_trained(tmp_path: Path) -> None:
     task = rows(tmp_path / "rows.jsonl", answer="yes")
     data = Demonstrations(task, Policy("tiny"), max_tokens=20)
-    (batch,) = run_node(HeldOutDemonstrations(data), name="held_out").sent("batch")
+    (batch,) = run_node(HeldOutBatch(data), name="held_out").sent("batch")
     source = DemonstrationSource(task, Policy("tiny"), epochs=1)
     asked = {prompt.prompt_id for prompt in run_node(source, name="prompts").sent("prompts")}
     held_out = load_demonstrations(task).held_out
@@ -106,4 +100,4 @@ def test_the_loss_is_measured_on_rows_that_are_not_trained(tmp_path: Path) -> No
 
 def test_a_source_that_trains_all_rows_holds_none_out() -> None:
     whole = Demonstrations(Task("arithmetic"), Policy("tiny"), part="all")
-    assert "set part='train', so that rows are held out" in HeldOutDemonstrations(whole).check(None)[0]
+    assert "set part='train', so that rows are held out" in HeldOutBatch(whole).check(None)[0]

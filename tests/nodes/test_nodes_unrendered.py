@@ -21,9 +21,7 @@ from flowrl.nodes import (
     Evaluation,
     GivenAnswers,
     GivenResponses,
-    HeldOutDemonstrations,
-    HeldOutPreferences,
-    HeldOutSteps,
+    HeldOutBatch,
     PreferenceDataset,
     Preferences,
     PreferenceSource,
@@ -153,7 +151,7 @@ def test_preferences_that_are_left_out_are_counted(
     groups, reasons, _, _ = sent(PreferenceSource(given, epochs=1), PreferenceDataset(given))
     assert len(groups) == len(rows.train) - lost
     assert reasons == [("dropped", "unrendered")] * given.group_size * lost
-    held_out = run_node(HeldOutPreferences(given), name="held_out").sent("batch")[0]
+    held_out = run_node(HeldOutBatch(given), name="held_out").sent("batch")[0]
     assert held_out.num_groups == len(rows.held_out) - (1 - lost)
     mismatched = [group.samples[0].mismatched for group in groups if kind is labelled]
     assert all("BAD" not in character_tokenizer().decode(one.token_ids) for one in mismatched)
@@ -173,14 +171,14 @@ def test_steps_that_are_left_out_are_counted(policy: Policy, tmp_path: Path) -> 
         len(asked) - number,
         [("dropped", "unrendered")] * number,
     )
-    held_out = run_node(HeldOutSteps(StepDataset(task, policy)), name="held_out").sent("batch")[0]
+    held_out = run_node(HeldOutBatch(StepDataset(task, policy)), name="held_out").sent("batch")[0]
     assert held_out.num_groups == len(rows.held_out) - (1 - number)
 
 
 def test_held_out_demonstrations_that_are_left_out_end_nothing(policy: Policy, tmp_path: Path) -> None:
     for column in ("prompt", "completion"):
         task = data(tmp_path / f"{column}.jsonl", {column: "BAD"}, "malformed=skip")
-        (batch,) = run_node(HeldOutDemonstrations(Demonstrations(task, policy)), name="held_out").sent("batch")
+        (batch,) = run_node(HeldOutBatch(Demonstrations(task, policy)), name="held_out").sent("batch")
         rows = load_demonstrations(task).held_out
         assert batch.num_groups == sum("BAD" not in f"{row.prompt}{row.response}" for row in rows)
 

@@ -84,14 +84,14 @@ def seen(kind: str, task: Task, rows: Rows, chat: Chat) -> Iterator[tuple[Row, S
 
     def made(row: Row) -> list[Tokens]:
         if kind == "sft":
-            return [demonstrations.render_conversation(chat, row)]
+            return [demonstrations.render_row(chat, row)]
         if kind == "grpo":
             return [_whole(chat.encode_prompt(row.turns)[1])]
         if kind == "process_reward_model":
             return [_prompt_of(steps.make_sample(chat, row, sample_id="", group_id="").token_ids, chat, row)]
         return [(one.token_ids, one.policy_mask) for one in renderer.render_row(row.prompt_id)]
 
-    texts = {"sft": demonstrations._row_texts, "grpo": prompt_texts, "process_reward_model": steps.row_texts}
+    texts = {"sft": demonstrations.row_texts, "grpo": prompt_texts, "process_reward_model": steps.row_texts}
     for row in every:
         yield row, Seen(texts.get(kind, data.row_texts)(row), functools.partial(made, row), data.scored)
 

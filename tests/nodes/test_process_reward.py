@@ -20,8 +20,8 @@ from flowrl.models.tokens.text_tokens import separator_of, split_steps, step_tok
 from flowrl.nodes import ProcessReward, StepDataset
 from flowrl.nodes.scoring.reward_model import reward_of_steps, score_question
 from flowrl.nodes.scoring.reward_service import ServeOptions, open_scorer
+from flowrl.nodes.sources.demonstrations import labelled_steps
 from flowrl.nodes.sources.row_checks import TooLong
-from flowrl.nodes.sources.step_dataset import labelled_steps
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node, sample
 from flowrl.training.model.value_model import load_scalar_model

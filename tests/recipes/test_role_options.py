@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names
 from flowrl.graph.load import load_file
 from flowrl.nodes import Critic, Engine, Generator, Reference, RewardModel, Teacher, Trainer
-from flowrl.nodes.engine_options import known_options, parse_extra
+from flowrl.nodes.vllm_options import known_options, parse_extra
 from flowrl.options.sizes import ScoringSize, Size
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "graphs").glob("*.py"))
@@ -75,7 +75,7 @@ def test_sizes_reach_the_nodes(name: str) -> None:
             assert placed.gpus == 1.0, f"{node_name} has a GPU where others have"
         if isinstance(placed.node, Generator):
             assert placed.node.engine.pipeline_parallel_size == 2
-            assert placed.node.parallel.find_problems(placed.gpus_each) == []
+            assert placed.node.engine.parallel_problems(placed.gpus_each) == []
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_further_options_have_the_types_of_vllms_source() -> None:
 
 
 def test_without_vllm_any_further_option_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.nodes.engine_options.known_options", lambda: None)
+    monkeypatch.setattr("flowrl.nodes.vllm_options.known_options", lambda: None)
     assert parse_extra("whatever=[1, 2]") == ("whatever", [1, 2])
     with pytest.raises(ConfigError, match="write NAME=VALUE"):
         parse_extra("=3")

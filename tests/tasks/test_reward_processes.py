@@ -21,7 +21,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.machine.orphans import child_pids, has_ended, run_program
 from flowrl.nodes import Reward
-from flowrl.nodes.held_out_answers import AskedFunctions, FunctionScores
+from flowrl.nodes.held_out_answers import HeldOutScores, ScoredBy
 from flowrl.tasks import Task, load_rows, reward_parts
 from flowrl.tasks.reward_calls.judge import BadReward
 from flowrl.tasks.reward_calls.reward_client import RewardWorker
@@ -156,8 +156,14 @@ def evaluation(task: Task, limit_s: float) -> str:
 
     async def scenario() -> None:
         parts = check_reward(reward_parts(task), ())
-        client = open_reward(parts, timeout_s=limit_s)
-        scores = FunctionScores(AskedFunctions(client, parts, task), lambda name, value: counted.append(name))
+        score: Any = None  # no reward model is asked
+        scores = HeldOutScores(
+            ScoredBy(parts),
+            task,
+            score,
+            open_client=lambda parts: open_reward(parts, timeout_s=limit_s),
+            count=lambda name, value: counted.append(name),
+        )
         try:
             await scores.score_answer(sample(response_text="2"), load_rows(task).train[0])
         finally:

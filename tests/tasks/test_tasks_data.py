@@ -435,8 +435,7 @@ def test_sft_learns_from_the_completion_and_rewards_compare_with_the_answer(
         assert reply_text(row.response) == learned and row.columns.get("answer") == compared
         expected = Chat(tokenizer_of(policy)).encode_completion(row.turns, learned)
         assert (
-            Demonstrations(task, policy).render_conversation(Chat(tokenizer_of(policy)), row)[0].tolist()
-            == expected[0].tolist()
+            Demonstrations(task, policy).render_row(Chat(tokenizer_of(policy)), row)[0].tolist() == expected[0].tolist()
         )
     Demonstrations(task, policy, part="all").preflight()
 

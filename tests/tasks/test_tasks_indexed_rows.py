@@ -16,7 +16,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
-from flowrl.nodes import Demonstrations, DemonstrationSource, HeldOutDemonstrations, PromptSource, Reward
+from flowrl.nodes import Demonstrations, DemonstrationSource, HeldOutBatch, PromptSource, Reward
 from flowrl.tasks import Rows, Task, check_answers, load_demonstrations, load_preferences, load_rows
 from flowrl.tasks.row_reading import row_loading, rows_on_disk
 from flowrl.tasks.row_reading.columns import Keys, make_row
@@ -81,7 +81,7 @@ def test_demonstrations_are_the_same(part: Any, tmp_path: Path) -> None:
         node.preflight()
         samples.append([group.samples[0] for group in run_node(node, {"prompts": asked}).sent("groups")])
         if part == "train":
-            (batch,) = run_node(HeldOutDemonstrations(node, num_rows=3), name="held_out").sent("batch")
+            (batch,) = run_node(HeldOutBatch(node, num_rows=3), name="held_out").sent("batch")
             samples[-1] += batch.samples
     texts = [[(one.prompt_id, one.token_ids.tolist()) for one in found] for found in samples]
     assert texts[0] == texts[1] and len(texts[0]) > 20

@@ -17,8 +17,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, references, token_store
 from flowrl.nodes import (
-    HeldOutDemonstrations,
-    HeldOutPreferences,
+    HeldOutBatch,
     PreferenceDataset,
     Preferences,
     PreferenceSource,
@@ -27,8 +26,8 @@ from flowrl.nodes import (
     Texts,
     TextSource,
 )
+from flowrl.nodes.sources.demonstrations import StepDataset
 from flowrl.nodes.sources.plain_text import CutBy
-from flowrl.nodes.sources.step_dataset import HeldOutSteps, StepDataset
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
 from flowrl.tasks.row_reading import row_loading, rows_on_disk
 from flowrl.tasks.row_reading.preference_rows import Kind
@@ -91,7 +90,7 @@ def test_trained_and_held_out_preferences_are_the_same(kind: Kind, tmp_path: Pat
         node.preflight()
         asked = run_node(PreferenceSource(data, epochs=2), name="prompts").sent("prompts")
         groups = run_node(node, {"prompts": asked}).sent("groups")
-        (batch,) = run_node(HeldOutPreferences(data, num_rows=20), name="held_out").sent("batch")
+        (batch,) = run_node(HeldOutBatch(data, num_rows=20), name="held_out").sent("batch")
         samples = [sample for group in groups for sample in group.samples] + list(batch.samples)
         found.append(
             [
@@ -247,7 +246,7 @@ def test_steps_are_the_same(tmp_path: Path) -> None:
         node.preflight()
         asked = run_node(PromptSource(task, TINY, epochs=1), name="prompts").sent("prompts")
         groups = run_node(node, {"prompts": asked}).sent("groups")
-        (batch,) = run_node(HeldOutSteps(node, num_rows=4), name="held_out").sent("batch")
+        (batch,) = run_node(HeldOutBatch(node, num_rows=4), name="held_out").sent("batch")
         samples = [*(group.samples[0] for group in groups), *batch.samples]
         found.append([(s.prompt_id, s.token_ids.tolist(), s.returns.tolist()) for s in samples])
     assert found[0] == found[1] and len(found[0]) > 20
@@ -272,7 +271,7 @@ def test_texts_and_their_sequences_are_the_same(cut: CutBy, tmp_path: Path, monk
         run = run_node(source, name="prompts")
         data = TextDataset(cutting)
         groups = run_node(data, {"prompts": run.sent("prompts")}).sent("groups")
-        (batch,) = run_node(HeldOutDemonstrations(data, num_rows=9), name="held_out").sent("batch")
+        (batch,) = run_node(HeldOutBatch(data, num_rows=9), name="held_out").sent("batch")
         samples = [*(group.samples[0] for group in groups), *batch.samples]
         found.append([(s.sample_id, s.token_ids.tolist()) for s in samples] + run.progress)
     assert found[0] == found[1] and len(found[0]) > 100

@@ -72,7 +72,7 @@ class AgentCalls:
         log: CallLog,
         sampling: Sampling | None = None,
     ) -> None:
-        self._sampling = sampling or Sampling()
+        self.sampling = sampling or Sampling()
         self._log = log
         self._most_turns = most_turns
         self._turn, self._ask, self._book, self._abandon = turn, ask, book, abandon
@@ -102,7 +102,15 @@ class AgentCalls:
             raise LimitReached(f"the episode has had its {self._most_turns} replies (limits.turns); end it")
         turn = self._turn(AskedTurn(self._num_asked, context_ids, max_tokens, stop, tuple(tools)))
         self._num_asked += 1
-        if (known := self._known_reply(turn)) is not None:
+        try:
+            known = self._log.known_call(turn)  # the reply that the call had before a resume
+        except EnvironmentFailed as void:
+            if not self.broken.done():
+                self.broken.set_exception(void)
+            raise
+        if known is not None:
+            self.replies[turn.request_id] = (turn, known)
+            self.figures[turn.request_id] = figures_of(known, context_tokens=int(turn.token_ids.size), seconds=0.0)
             return known
         began_s = time.monotonic()
         task = asyncio.get_running_loop().create_task(self._ask_turn(turn), context=self._context)
@@ -112,10 +120,6 @@ class AgentCalls:
             return await task
         finally:
             self.generate_s += time.monotonic() - began_s
-
-    def session_task(self, session_id: str, columns: Mapping[str, Any] | None = None) -> SessionTask:
-        """The task with which the endpoint starts the session; for outside workers it has the row's columns."""
-        return SessionTask(session_id, columns or {}, self._sampling.temperature, self._sampling.top_p)
 
     def end_session(self, session: FinishedSession) -> None:
         """The session has ended."""
@@ -140,19 +144,6 @@ class AgentCalls:
         for request_id in self.replies.keys() - set(self.finished.request_ids):
             self._abandon(request_id, NOT_RECEIVED)
 
-    def _known_reply(self, turn: Turn) -> Reply | None:
-        """The reply that the call had before a resume. Raises EnvironmentFailed, which ends the attempt."""
-        try:
-            reply = self._log.known_call(turn)
-        except EnvironmentFailed as void:
-            if not self.broken.done():
-                self.broken.set_exception(void)
-            raise
-        if reply is not None:
-            self.replies[turn.request_id] = (turn, reply)
-            self.figures[turn.request_id] = figures_of(reply, context_tokens=int(turn.token_ids.size), seconds=0.0)
-        return reply
-
     async def _ask_turn(self, turn: Turn) -> Reply:
         began_s = time.monotonic()
         reply = await self._ask(self._log.note_request(turn))
@@ -164,20 +155,17 @@ class AgentCalls:
     def _note_ended(self, turn: Turn, task: asyncio.Task[Reply]) -> None:
         self._open.discard(task)
         if task.cancelled():
-            self._give_up(turn)
+            # The turn is recorded as abandoned. The generator's own report of the request may also arrive, before or
+            # after this: the second `abandon` is for that report.
+            nothing = empty_reply(turn)
+            self._log.note_call(turn, nothing)
+            self._book(turn, nothing)
+            for _ in range(2):
+                self._abandon(turn.request_id, CANCELLED)
         elif (problem := task.exception()) is None:
             self.replies[turn.request_id] = (turn, task.result())
         elif not self.broken.done():
             self.broken.set_exception(problem)
-
-    def _give_up(self, turn: Turn) -> None:
-        """Record the turn as abandoned. The generator's own report of the request may also arrive, before or after
-        this: the second `abandon` is for that report."""
-        nothing = empty_reply(turn)
-        self._log.note_call(turn, nothing)
-        self._book(turn, nothing)
-        for _ in range(2):
-            self._abandon(turn.request_id, CANCELLED)
 
 
 class AgentCallTable:
@@ -197,7 +185,7 @@ class AgentCallTable:
         self._number += 1
         name = f"session-{self._number}"
         self._calls[name] = calls
-        return calls.session_task(name, columns)
+        return SessionTask(name, columns or {}, calls.sampling.temperature, calls.sampling.top_p)
 
     async def reply(
         self, session: str, context_ids: Int32, *, max_tokens: int, stop: tuple[str, ...], tools: Messages
@@ -208,23 +196,7 @@ class AgentCallTable:
             raise Unavailable(f"no generator can answer, and the run ends: {gone}", retry_after_s=RETRY_S) from None
         except AttemptFailed as void:
             raise Unavailable(f"this attempt cannot go on: {void}", retry_after_s=RETRY_S) from None
-        return self._answer_of(reply, stop)
-
-    def withdraw(self, session_id: str) -> None:
-        """Forget a session that is not open."""
-        self._calls.pop(session_id, None)
-
-    async def next_task(self) -> SessionTask:
-        if self._offers is None:
-            text = "this run starts its agents itself, so it has no tasks for others; it needs the agent 'outside'"
-            raise Unavailable(text)
-        return await self._offers.next_task()
-
-    def finished(self, session: FinishedSession) -> None:
-        self._calls.pop(session.session_id).end_session(session)
-
-    def _answer_of(self, reply: Reply, stop: tuple[str, ...]) -> SampledAnswer:
-        """The agent's answer. It has a tool call that cannot be read, or was cut off, as text."""
+        # The agent gets a tool call that cannot be read, or was cut off, as text.
         action, unread = read_action(reply)
         text = str(self._tokenizer.decode(reply.token_ids.tolist(), skip_special_tokens=True))
         stopped = [text.index(one) for one in stop if one in text] if reply.finish_reason == "stop" else []
@@ -240,6 +212,19 @@ class AgentCallTable:
             cached_tokens=reply.cached_tokens,
             request_id=reply.request_id,
         )
+
+    def withdraw(self, session_id: str) -> None:
+        """Forget a session that is not open."""
+        self._calls.pop(session_id, None)
+
+    async def next_task(self) -> SessionTask:
+        if self._offers is None:
+            text = "this run starts its agents itself, so it has no tasks for others; it needs the agent 'outside'"
+            raise Unavailable(text)
+        return await self._offers.next_task()
+
+    def finished(self, session: FinishedSession) -> None:
+        self._calls.pop(session.session_id).end_session(session)
 
 
 def empty_reply(turn: Turn) -> Reply:

@@ -1,6 +1,7 @@
 """The node that plays with agents of any code, which reach the policy over HTTP.
 
-`agent_players` has the kinds of agents: processes that the node starts, or outside workers.
+Agents are processes that the node starts (`Episodes`), or workers outside of the run that ask the node for tasks
+(`TaskOffers`): the task with the oldest ticket goes first, held-out tasks go last.
 
 `episode_node` has the invariants of all nodes that play episodes. In addition:
 
@@ -12,17 +13,20 @@
   (`CallLog`). An error before all of these calls are made again voids the attempt and does not count as a failure.
   Half-done attempts of outside workers are void.
 
-Waits: for an agent (`context.outside`), until the agent ends, or `limits.episode_s` are over, or its session is idle,
-or one of its calls cannot be answered.
+Waits: for a process to start, which its pool bounds; for a worker to take a task, without limit; for an agent
+(`context.outside`), until the agent ends, or `limits.episode_s` are over, or its session is idle, or one of its calls
+cannot be answered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,27 +34,38 @@ from typing import Any
 import numpy as np
 
 from flowrl.agents import TokenSequence
-from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionAccess
-from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, is_of_verifiers
-from flowrl.environments import RESUME_CAUSES, EnvironmentFailed, Episodes
+from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession
+from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, as_agents_failure, is_of_verifiers
+from flowrl.environments import RESUME_CAUSES, Action, EnvironmentFailed, EnvironmentRow, Episodes, Observation
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.graph.node import Facts
 from flowrl.messages import Prompt, Record
 from flowrl.models import Policy, check_model, ignore_progress, resolve
 from flowrl.nodes.episodes.agent_calls import AgentCalls, AgentCallTable, CallLog, TaskOffers
-from flowrl.nodes.episodes.agent_players import AgentPlayer, AgentPlayers, OutsideAgents, StartedAgents
 from flowrl.nodes.episodes.attempt import Limits, Played, read_action
-from flowrl.nodes.episodes.episode_log import EpisodeLog
-from flowrl.nodes.episodes.episode_node import EpisodeNode, template_findings
+from flowrl.nodes.episodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
+from flowrl.nodes.episodes.episode_node import EpisodeNode, template_findings, turn_seed
 from flowrl.nodes.generation.generator import Generator
+from flowrl.nodes.generation.vllm_sampler import EVALUATION
 from flowrl.nodes.sampling import Sampling
-from flowrl.nodes.scoring.reward import Shaping
+from flowrl.nodes.scoring.shaping import Shaping
 
 OUTSIDE = "outside"
 """The name for agents that are workers which the run does not start."""
 OF_ENVIRONMENTS = ("step_s", "observation_bytes")
 """Limits that only bound environments."""
 MEMORY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class BegunAgent:
+    """The agent of one attempt, in an open session."""
+
+    session_id: str
+    process: LoggedEpisode | None = None
+    """The process of a program that the node has started; None: the agent is an outside worker."""
+    environment: str = ""
+    """The environment variables that the program gets of its session, as JSON."""
 
 
 class AgentProgram(EpisodeNode):
@@ -70,9 +85,12 @@ class AgentProgram(EpisodeNode):
     those that every program needs. `requests` plays held-out episodes, without tickets.
     """
 
-    _players: AgentPlayers
     _endpoint: AgentEndpoint
     _table: AgentCallTable
+    _offers: TaskOffers | None = None
+    """The tasks for outside workers; None if agents are started."""
+    _pool: Episodes | None = None
+    """The processes of agents that are started."""
 
     def __init__(
         self,
@@ -115,12 +133,6 @@ class AgentProgram(EpisodeNode):
         server = self.generate.server
         of_server = server.sampling if isinstance(server, Generator) else Sampling()
         return of_server if self._sampling is None else self._sampling
-
-    @property
-    def held_out_sampling(self) -> Sampling:
-        """How replies are sampled in held-out episodes."""
-        server = self.generate.server
-        return server.evaluation if isinstance(server, Generator) else self.sampling
 
     @property
     def outside(self) -> bool:
@@ -167,35 +179,27 @@ class AgentProgram(EpisodeNode):
         for name in OF_ENVIRONMENTS:
             if getattr(self.limits, name) != getattr(Limits, name):
                 problems.append(f"limits.{name} bounds environments and has no effect on agents; leave it out")
-        problems += self._sampling_problems()
-        if self.outside:
-            return [*problems, *self._outside_problems()]
-        try:
-            _ = self._program
-        except ConfigError as problem:
-            problems.append(str(problem))
-        return problems
-
-    def _sampling_problems(self) -> Iterator[str]:
-        """Problems of a `sampling` that agents would get although their replies are sampled with another."""
+        # Agents would get a `sampling` although their replies are sampled with another.
         server = self.generate.server
-        if not isinstance(server, Generator) or self.sampling == server.sampling:
-            return
-        for field in fields(Sampling):
-            own, other = getattr(self.sampling, field.name), getattr(server.sampling, field.name)
+        asked = [(server.name, server.sampling)] if isinstance(server, Generator) else []
+        for (name, of_server), field in itertools.product(asked, fields(Sampling)):
+            own, other = getattr(self.sampling, field.name), getattr(of_server, field.name)
             if own != other:
-                yield (
-                    f"sampling has {field.name}={own!r}, but {server.name}, which answers, has {other!r}; leave "
+                problems.append(
+                    f"sampling has {field.name}={own!r}, but {name}, which answers, has {other!r}; leave "
                     "sampling out; agents then get the generator's"
                 )
-
-    def _outside_problems(self) -> Iterator[str]:
+        if not self.outside:
+            try:
+                _ = self._program
+            except ConfigError as problem:
+                problems.append(str(problem))
+            return problems
+        useless = ["limits.reset_s"] if self.limits.reset_s != Limits.reset_s else []
+        defaults = (("memory_bytes", MEMORY_BYTES), ("episodes_per_process", 1), ("keep_variables", ()))
+        useless += [name for name, default in defaults if getattr(self, name) != default]
         text = "is for processes that are started, and has no effect on outside workers; leave it out"
-        if self.limits.reset_s != Limits.reset_s:
-            yield f"limits.reset_s {text}"
-        for name, default in (("memory_bytes", MEMORY_BYTES), ("episodes_per_process", 1), ("keep_variables", ())):
-            if getattr(self, name) != default:
-                yield f"{name} {text}"
+        return [*problems, *(f"{name} {text}" for name in useless)]
 
     def preflight(self) -> str | None:
         check_model(self.policy)
@@ -205,49 +209,19 @@ class AgentProgram(EpisodeNode):
 
     async def _import_agent(self) -> None:
         """Import the agent's file."""
-        async with self._new_pool():
+        async with self._new_pool(self._program.environment, step_s=self.limits.episode_s, progress=ignore_progress):
             pass
-
-    def _new_pool(self, progress: Callable[[str], None] = ignore_progress) -> Episodes:
-        return Episodes(
-            self._program.environment,
-            processes=self.processes,
-            memory_bytes=self.memory_bytes,
-            episodes_per_process=self.episodes_per_process,
-            keep_variables=self.keep_variables,
-            reset_s=self.limits.reset_s,
-            step_s=self.limits.episode_s,
-            progress=progress,
-        )
 
     # Lifecycle
 
     async def setup(self) -> None:
         await self.prepare_attempts(await self.blocking(resolve, self.policy, progress=self.context.progress))
-        tokenizer, offers = self._templates.tokenizer, TaskOffers() if self.outside else None
-        self._table = AgentCallTable(tokenizer, offers)
-        endpoint = AgentEndpoint(self._table, self._table, tokenizer, self._endpoint_settings())
-        self._endpoint = await endpoint.__aenter__()
-        outside = self.context.outside
-        if offers is not None:
-            where = f"{self._endpoint.url}/sessions, with the key in {self._key_file}"
-            self.context.progress(f"outside workers get their tasks from {where}")
-            limit_s = self.limits.episode_s
-            self._players = OutsideAgents(offers, self._table, self._endpoint, episode_s=limit_s, outside=outside)
-            return
-        pool = await self._new_pool(self.context.progress).__aenter__()
-        self._players = StartedAgents(self._program, pool, self._open_session, outside)
-
-    def _open_session(self, calls: AgentCalls) -> SessionAccess:
-        return self._endpoint.open_session(self._table.begin_session(calls))
-
-    @property
-    def _key_file(self) -> Path:
-        return Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.key"
-
-    def _endpoint_settings(self) -> EndpointSettings:
+        tokenizer, limit_s = self._templates.tokenizer, self.limits.episode_s
+        self._offers = TaskOffers() if self.outside else None
+        self._table = AgentCallTable(tokenizer, self._offers)
+        key_file = Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.key"
         limits = (self._tokens, self.sampling.max_tokens, self.limits.turn_tokens)
-        return EndpointSettings(
+        settings = EndpointSettings(
             context_tokens=self._tokens,
             turn_tokens=min(limit for limit in limits if limit is not None),
             temperature=self.sampling.temperature,
@@ -257,12 +231,21 @@ class AgentProgram(EpisodeNode):
             host=self.host,
             port=self.port,
             models=self.models,
-            key_file=str(self._key_file),
+            key_file=str(key_file),
         )
+        self._endpoint = await AgentEndpoint(self._table, self._table, tokenizer, settings).__aenter__()
+        if self._offers is not None:
+            where = f"{self._endpoint.url}/sessions, with the key in {key_file}"
+            self.context.progress(f"outside workers get their tasks from {where}")
+            return
+        pool = self._new_pool(self._program.environment, step_s=limit_s, progress=self.context.progress)
+        self._pool = await pool.__aenter__()
 
     async def close(self) -> None:
-        if hasattr(self, "_players"):
-            await self._players.close()
+        if self._offers is not None:
+            self._offers.end_offers()
+        if self._pool is not None:
+            await self._pool.__aexit__(None, None, None)
         if hasattr(self, "_endpoint"):
             await self._endpoint.__aexit__(None, None, None)
 
@@ -271,13 +254,15 @@ class AgentProgram(EpisodeNode):
     async def play_attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
         assert isinstance(log, CallLog)
         began_s, calls = time.monotonic(), self._new_calls(prompt, log, ticket)
-        player = await self._players.begin_attempt(prompt, log, ticket, calls)
+        agent = await self._begin_agent(prompt, log, ticket, calls)
         self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
-            played = await self._play_session(player, calls, log)
+            played = await self._play_session(agent, calls, log)
         finally:
             self.generate.forget(prompt.sample_id)
-            await player.close()
+            if agent.process is not None:
+                with self.context.outside("an agent's end"):
+                    await agent.process.close_quietly()
         calls.abandon_others()  # last: a checkpoint taken before this still has their replies
         return played
 
@@ -285,7 +270,9 @@ class AgentProgram(EpisodeNode):
         return CallLog(record, observation_bytes=self.limits.observation_bytes)
 
     def _new_calls(self, prompt: Prompt, log: CallLog, ticket: int) -> AgentCalls:
-        ledger = self.context.ledger
+        ledger, server, sampling = self.context.ledger, self.generate.server, self.sampling
+        if ticket < 0 and isinstance(server, Generator):  # a held-out episode
+            sampling = server.evaluation
         return AgentCalls(
             most_turns=self.limits.turns,
             turn=partial(self.make_turn, prompt, attempt=log.attempt, ticket=ticket),
@@ -293,19 +280,46 @@ class AgentProgram(EpisodeNode):
             book=ledger.request,
             abandon=ledger.abandoned if ticket >= 0 else lambda *_: None,  # held-out requests have no rows
             log=log,
-            sampling=self.sampling if ticket >= 0 else self.held_out_sampling,
+            sampling=sampling,
         )
 
-    async def _play_session(self, player: AgentPlayer, calls: AgentCalls, log: CallLog) -> Played:
+    async def _begin_agent(self, prompt: Prompt, log: CallLog, ticket: int, calls: AgentCalls) -> BegunAgent:
+        """Wait until an agent plays the attempt of `log`. Raises AttemptFailed."""
+        outside = self.context.outside
+        if self._pool is not None:
+            options = {"task": dict(prompt.columns), "command": self._program.command}
+            row = EnvironmentRow(self._program.text, options, turn_seed(prompt.seed, log.attempt, 0))
+            with as_agents_failure(self._program), outside("an agent's start"):
+                process = await open_episode(self._pool, row, log)
+            access = self._endpoint.open_session(self._table.begin_session(calls))
+            return BegunAgent(access.session_id, process, json.dumps(access.environment))
+        assert self._offers is not None, "`setup` makes the pool or the offers"
+        if log.first is not None:
+            raise EnvironmentFailed("resumed", "the session of its outside worker ended with the run before")
+        task = self._table.begin_session(calls, dict(prompt.columns))
+        try:
+            with outside("an outside worker"):
+                await self._offers.wait_taken(task, ticket if ticket >= 0 else EVALUATION)
+        except asyncio.CancelledError:
+            # If a worker has taken the task at the same moment, its session ends.
+            if self._endpoint.has_session(task.session_id):
+                self._endpoint.end_session(task.session_id)
+            else:
+                self._table.withdraw(task.session_id)
+            raise
+        log.note_first([Observation()], None)
+        return BegunAgent(task.session_id)
+
+    async def _play_session(self, agent: BegunAgent, calls: AgentCalls, log: CallLog) -> Played:
         """Play from the start of the session to its end. If it fails, the exception carries the result so far."""
         began_s = time.monotonic()
         try:
             try:
                 with self.context.outside("an agent"):
-                    result, cut = await self._wait_for_result(player, calls)
+                    result, cut = await self._wait_for_result(agent, calls)
             finally:
                 if calls.finished is None:
-                    self._endpoint.end_session(player.session_id)
+                    self._endpoint.end_session(agent.session_id)
                 await calls.wait_closed()
             played = self._played_by(calls, time.monotonic() - began_s)
             assert calls.finished is not None
@@ -322,9 +336,24 @@ class AgentProgram(EpisodeNode):
             raise
         return played
 
-    async def _wait_for_result(self, player: AgentPlayer, calls: AgentCalls) -> tuple[AgentResult, str]:
-        """The agent's result, and "seconds" if its time ended before it had one. Raises what the generator raises."""
-        running = asyncio.ensure_future(player.wait_for_result())
+    async def _run_agent(self, agent: BegunAgent, calls: AgentCalls) -> tuple[AgentResult, str]:
+        """The agent's result, and "seconds" if its time ended before it had one. Raises AttemptFailed."""
+        if agent.process is None:  # the worker, the idle limit or this node ends the session
+            await asyncio.wait({calls.ended}, timeout=self.limits.episode_s)
+            return AgentResult(), "" if calls.ended.done() else "seconds"
+        try:
+            await agent.process.log_first()
+            step = await agent.process.step(Action(text=agent.environment))
+        except EnvironmentFailed as failed:
+            if failed.cause == "env_timed_out":
+                return AgentResult(), "seconds"
+            with as_agents_failure(self._program):
+                raise
+        return AgentResult.unpacked(step.observations[0].text), ""
+
+    async def _wait_for_result(self, agent: BegunAgent, calls: AgentCalls) -> tuple[AgentResult, str]:
+        """As `_run_agent`, which ends early if the attempt cannot go on. Raises what the generator raises."""
+        running = asyncio.ensure_future(self._run_agent(agent, calls))
         ends: set[asyncio.Future[Any]] = {running, calls.broken}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -359,24 +388,20 @@ class AgentProgram(EpisodeNode):
         return played
 
     def _reward_last_turn(self, played: Played, finished: FinishedSession, result: AgentResult) -> None:
-        """Give the episode's reward for its last turn. Raises AgentFailed."""
-        reward = self._given_reward(finished, result, played.cut)
+        """Give the episode's reward, posted or returned, for its last turn. Raises AgentFailed unless there is one."""
+        found = {reward for reward in (finished.reward, result.reward) if reward is not None}
+        if len(found) > 1:
+            text = f"posted the reward {finished.reward} and gave {result.reward} back; an episode has one"
+            raise AgentFailed("agent_raised", f"the agent {self.source!r} {text}")
+        if not found:
+            cut = played.cut
+            text = f", after a limit of its {cut}" if cut else "; return a number, or post one to the session"
+            raise AgentFailed("no_reward", f"the agent {self.source!r} gave no reward{text}")
         if not played.sequences:
             raise AgentFailed("no_calls", f"the agent {self.source!r} ended without a reply of the policy")
         *earlier, last = turn_ends(played.sequences)
-        played.rewards = [*((place, 0.0) for place in earlier), (last, reward)]
+        played.rewards = [*((place, 0.0) for place in earlier), (last, found.pop())]
         played.metrics = dict(result.metrics)
-
-    def _given_reward(self, finished: FinishedSession, result: AgentResult, cut: str) -> float:
-        """The reward that was posted or returned. Raises AgentFailed if there is none, or if there are two values."""
-        found = {reward for reward in (finished.reward, result.reward) if reward is not None}
-        if len(found) == 1:
-            return found.pop()
-        if found:
-            text = f"posted the reward {finished.reward} and gave {result.reward} back; an episode has one"
-            raise AgentFailed("agent_raised", f"the agent {self.source!r} {text}")
-        text = f", after a limit of its {cut}" if cut else "; return a number, or post one to the session"
-        raise AgentFailed("no_reward", f"the agent {self.source!r} gave no reward{text}")
 
 
 def turn_ends(sequences: Sequence[TokenSequence]) -> list[int]:

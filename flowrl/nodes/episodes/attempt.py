@@ -189,21 +189,37 @@ class Attempt:
         while not (cut := self._limit_reached()):
             action, unread = await self._play_turn(seat, step)
             complaint = self._complain_of_calls(seat, action, unread)
-            step = complaint or await self._make_step(episode, action, seat)
-            self._reward_seats(seat, step, made=not complaint)
+            if complaint is not None:  # nothing was made of the reply, and the same seat acts again
+                step = complaint
+                seat.add_reward(0.0)
+            else:
+                began_s = time.monotonic()
+                with self._outside("an environment's step"):
+                    step = await episode.step(action, seat.number)
+                self._played.step_seconds.append(time.monotonic() - began_s)
+                self._played.metrics.update(step.metrics)
+                for observation in step.observations:
+                    self._played.metrics.update(observation.metrics)
+                for other, reward in zip(self._seats, step.rewards, strict=True):
+                    other.add_reward(reward)
             if step.over:
                 cut = "environment" if step.truncated and not step.terminated else ""
                 break
             if seat.malformed_in_a_row == MALFORMED_IN_A_ROW:
                 cut = "malformed_calls"
                 break
-            seat = self._next_seat(seat, step, made=not complaint)
+            if complaint is not None:
+                seat.show_observation(step.observations[0])
+            else:
+                for other, observation in zip(self._seats, step.observations, strict=True):
+                    other.show_observation(observation)
+                seat = self._seats[(seat.number + 1) % len(self._seats)]
             self._context = seat.read_shown()
         self.note_end(cut)
         if not self._played.turns and cut != "tokens" and any(seat.turns for seat in self._seats):
             # The opponents ended the game before the policy's first turn: its sequence is what it would have read.
             waiting = next(seat for seat in self._seats if seat.trained)
-            ids = waiting.unanswered_context()
+            ids = waiting.conversation.context() if waiting.reading else waiting.read_shown()
             nothing = (np.zeros(ids.size, np.bool_), np.zeros(ids.size, np.float32), np.full(ids.size, -1, np.int32))
             self._played.sequences = (TokenSequence(ids, *nothing),)
             self._played.messages = (waiting.conversation.messages,)
@@ -253,37 +269,24 @@ class Attempt:
         names = ", ".join(without_middle(name, NAME_BYTES) for name in strange)
         return Step(Observation(f"There is no tool {names}; the tools are {', '.join(known)}. Nothing was called."))
 
-    async def _make_step(self, episode: PlayedEpisode, action: Action, seat: Seat) -> Step:
-        began_s = time.monotonic()
-        with self._outside("an environment's step"):
-            step = await episode.step(action, seat.number)
-        self._played.step_seconds.append(time.monotonic() - began_s)
-        self._played.metrics.update(step.metrics)
-        for observation in step.observations:
-            self._played.metrics.update(observation.metrics)
-        return step
-
-    def _reward_seats(self, seat: Seat, step: Step, *, made: bool) -> None:
-        if not made:
-            seat.add_reward(0.0)
-            return
-        for other, reward in zip(self._seats, step.rewards, strict=True):
-            other.add_reward(reward)
-
-    def _next_seat(self, seat: Seat, step: Step, *, made: bool) -> Seat:
-        """Show the result of the step; return the seat that acts next. After a complaint, that is the same seat."""
-        if not made:
-            seat.show_observation(step.observations[0])
-            return seat
-        for other, observation in zip(self._seats, step.observations, strict=True):
-            other.show_observation(observation)
-        return self._seats[(seat.number + 1) % len(self._seats)]
-
     def note_end(self, cut: str = "") -> Played:
         """The result of the attempt so far; `cut` says what cut it off."""
         self._played.cut = cut
         self._played.seconds = self._elapsed()
-        note_seats(self._played, self._seats)
+        trained = [seat for seat in self._seats if seat.trained]
+        found: list[tuple[int, TokenSequence, Messages]] = []
+        self._played.rewards = []  # a later call replaces what an earlier one has noted
+        before = 0
+        for seat in trained:
+            found += [(seat.number, sequence, seat.conversation.messages) for sequence in seat.conversation.sequences()]
+            self._played.rewards += [(before + place, reward) for place, reward in seat.rewards]
+            before += seat.conversation.num_tokens
+        self._played.sequences = tuple(sequence for _, sequence, _ in found)
+        self._played.messages = tuple(messages for _, _, messages in found)
+        if len(self._seats) > 1:
+            self._played.seats = tuple(number for number, _, _ in found)
+            self._played.seat_rewards = tuple((seat.number, seat.reward) for seat in trained)
+            self._played.metrics |= {f"seat_{seat.number}_reward": seat.reward for seat in self._seats}
         return self._played
 
 
@@ -327,7 +330,8 @@ class Seat:
         self._shown: list[Observation] = []
         self._calls: Sequence[Any] = ()
         self._early = 0.0
-        self._reading = False
+        self.reading = False
+        """Whether the seat has been given the context of a reply that it has not given yet."""
         self.show_observation(first)
 
     def show_observation(self, observation: Observation) -> None:
@@ -338,18 +342,14 @@ class Seat:
     def read_shown(self) -> Int32:
         """Begin the seat's turn: the context of its reply, with everything shown to it since its last reply."""
         self.conversation.feed(join_observations(self._shown, self._calls, self._observation_bytes))
-        self._shown, self._calls, self._reading = [], (), True
+        self._shown, self._calls, self.reading = [], (), True
         return self.conversation.context()
-
-    def unanswered_context(self) -> Int32:
-        """The context of the reply that the seat has not given yet."""
-        return self.conversation.context() if self._reading else self.read_shown()
 
     def add_reply(self, reply: Reply, message: Mapping[str, Any], calls: Sequence[Any]) -> None:
         """Add the seat's reply; `calls` are the calls in it, which the next observation answers."""
         self.conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
         self.turns += 1
-        self._calls, self._reading = calls, False
+        self._calls, self.reading = calls, False
 
     def add_reward(self, reward: float) -> None:
         """Add a reward to the seat's last turn. Before its first turn, the reward is kept and added to that turn."""
@@ -461,24 +461,6 @@ class Played:
             mine = [sequence for sequence, of in zip(self.sequences, self.seats, strict=True) if of == seat]
             turns = [(p, r) for p, r in self.rewards if self.seats[int(np.searchsorted(ends, p, "right"))] == seat]
             yield reward, turns, sum(int(sequence.policy_mask.sum()) for sequence in mine)
-
-
-def note_seats(played: Played, seats: Sequence[Seat]) -> None:
-    """Note the results of the seats in `played`; a later call replaces the notes of an earlier call."""
-    trained = [seat for seat in seats if seat.trained]
-    found: list[tuple[int, TokenSequence, Messages]] = []
-    played.rewards = []
-    before = 0
-    for seat in trained:
-        found += [(seat.number, sequence, seat.conversation.messages) for sequence in seat.conversation.sequences()]
-        played.rewards += [(before + place, reward) for place, reward in seat.rewards]
-        before += seat.conversation.num_tokens
-    played.sequences = tuple(sequence for _, sequence, _ in found)
-    played.messages = tuple(messages for _, _, messages in found)
-    if len(seats) > 1:
-        played.seats = tuple(number for number, _, _ in found)
-        played.seat_rewards = tuple((seat.number, seat.reward) for seat in trained)
-        played.metrics |= {f"seat_{seat.number}_reward": seat.reward for seat in seats}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from flowrl.models import Policy, check_model, ignore_progress, resolve
 from flowrl.nodes.episodes.attempt import Ask, AskedTurn, Attempt, Limits, Played
 from flowrl.nodes.episodes.episode_log import EpisodeLog, open_episode
 from flowrl.nodes.episodes.episode_node import EpisodeNode, template_findings
-from flowrl.nodes.scoring.reward import Shaping
+from flowrl.nodes.scoring.shaping import Shaping
 from flowrl.nodes.sources.row_source import row_of
 
 NO_ROOM = "no_room"
@@ -117,7 +117,7 @@ class Environment(EpisodeNode):
 
     async def _try_episode(self) -> str | None:
         """Start one episode; return what is found about the chat template. With a model on disk, also render it."""
-        async with self._new_pool(ignore_progress) as pool:
+        async with self._new_pool(self.environment, step_s=self.limits.step_s, progress=ignore_progress) as pool:
             try:
                 episode = await pool.reset(environment_rows(self.environment, number=1).all[0])
             except EnvironmentFailed as failure:
@@ -151,23 +151,12 @@ class Environment(EpisodeNode):
             outside=outside,
         )
 
-    def _new_pool(self, progress: Callable[[str], None]) -> Episodes:
-        return Episodes(
-            self.environment,
-            processes=self.processes,
-            memory_bytes=self.memory_bytes,
-            episodes_per_process=self.episodes_per_process,
-            keep_variables=self.keep_variables,
-            reset_s=self.limits.reset_s,
-            step_s=self.limits.step_s,
-            progress=progress,
-        )
-
     # Lifecycle
 
     async def setup(self) -> None:
         await self.prepare_attempts(await self.blocking(resolve, self.policy, progress=self.context.progress))
-        self._pool = self._new_pool(self.context.progress)
+        progress = self.context.progress
+        self._pool = self._new_pool(self.environment, step_s=self.limits.step_s, progress=progress)
         await self._pool.__aenter__()
         if self.opponent.connected and self._pool.seats == 1:
             raise ConfigError(

@@ -15,15 +15,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from flowrl.agents import TokenSequence, examine
-from flowrl.agents.examination import Examination
 from flowrl.agents.parser_trial import examine_with_parsers, parsers_that_read
-from flowrl.environments import RESUME_CAUSES
+from flowrl.environments import RESUME_CAUSES, Episodes
 from flowrl.errors import AttemptFailed, ConfigError, SampleFailed
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Out, Serve
@@ -38,7 +37,7 @@ from flowrl.nodes.episodes.episode_log import EpisodeLog
 from flowrl.nodes.episodes.episode_reports import EpisodeReports
 from flowrl.nodes.generation.generator import Generator
 from flowrl.nodes.generation.vllm_sampler import EVALUATION
-from flowrl.nodes.scoring.reward import Shaping
+from flowrl.nodes.scoring.shaping import Shaping
 from flowrl.tasks.user_code import keep_problems
 
 NO_TURN = "no_turn"
@@ -114,7 +113,29 @@ class EpisodeNode(Node):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
         problems += keep_problems(self.keep_variables)
-        return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]
+        budget, longest = None if facts is None else facts.token_budget, known_context(self.policy)
+        model, most = self.policy.model, self.limits.tokens
+        if longest is not None and most is not None and most > longest:
+            problems.append(f"limits.tokens is {most}, but the context of {model} takes {longest} tokens; lower it")
+        if longest is not None and most is None and budget is not None and budget < longest:
+            problems.append(
+                f"an episode may have as many tokens as the context of {model}, {longest}, but a micro-batch takes "
+                f"token_budget={budget}; set limits.tokens, or raise token_budget to {longest}"
+            )
+        return problems
+
+    def _new_pool(self, played: str, *, step_s: float, progress: Callable[[str], None]) -> Episodes:
+        """The processes of the environment or agent that `played` names."""
+        return Episodes(
+            played,
+            processes=self.processes,
+            memory_bytes=self.memory_bytes,
+            episodes_per_process=self.episodes_per_process,
+            keep_variables=self.keep_variables,
+            reset_s=self.limits.reset_s,
+            step_s=step_s,
+            progress=progress,
+        )
 
     def _load_tokenizer(self, model_dir: str) -> None:
         """Load the tokenizer. Raises ConfigError if an episode may be longer than the model's context."""
@@ -159,55 +180,39 @@ class EpisodeNode(Node):
                 try:
                     played = await self.play_attempt(prompt, log, ticket)
                 except AttemptFailed as failure:
-                    cause, counts = failure.cause, self._count_failure(attempt, failure)
-                    last = self._is_last(log, failure, counts=counts)
-                    log = self._after_void(prompt, log, failure, counts=counts, last=last)
+                    cause, (counts, last) = failure.cause, self._judge_failure(attempt, log, failure)
+                    self.context.ledger.attempt_void(prompt.sample_id, log.attempt, cause)
+                    if cause not in RESUME_CAUSES:
+                        told = (prompt, log.attempt, failure.played, cause, str(failure))
+                        self._reports.report_failed(*told, last=last)
+                    log = log.next_attempt(counts=counts)
                     continue
                 self._outcomes.note_success(attempt)
-            await self._send_episode(prompt, played, log.attempt, time.monotonic() - began_s)
+            episode = self.make_episode(prompt, played, log.attempt)
+            self._reports.report_finished(prompt, log.attempt, played, episode.reward)
+            self.context.ledger.episode(episode, truncated=played.cut or None, seconds=time.monotonic() - began_s)
+            if played.cut and self.limits.on_truncated == "drop":
+                self.prompts.drop(prompt, "truncated")
+            elif not played.turns:
+                self.prompts.drop(prompt, NO_TURN)
+            else:
+                self.context.ledger.scored(episode)
+                await self.episodes.send(episode)
             return
         place = (prompt.sample_id, self.row_name(prompt), log.attempt)
         self.context.ledger.episode_failed(*place, 0, cause, time.monotonic() - began_s)
         raise SampleFailed(cause)
 
-    def _count_failure(self, attempt: BegunAttempt, failure: AttemptFailed) -> bool:
-        """Whether the failure uses up one of the retries. That a resume cannot continue an attempt is no failure."""
-        if failure.cause in RESUME_CAUSES:
+    def _judge_failure(self, attempt: BegunAttempt, log: EpisodeLog, failure: AttemptFailed) -> tuple[bool, bool]:
+        """Whether the failure uses up one of the retries, and whether the attempt was the last one."""
+        if failure.cause in RESUME_CAUSES:  # that a resume cannot continue an attempt is no failure
             self._outcomes.note_not_resumed(failure.cause, str(failure))
-            return False
-        return self._outcomes.note_failure(attempt, failure.cause, str(failure), event=failure.event)
-
-    def _is_last(self, log: EpisodeLog, failure: AttemptFailed, *, counts: bool) -> bool:
-        """Whether the failed attempt was the last one."""
-        if failure.cause in RESUME_CAUSES:
-            return False
-        return not failure.again or (counts and log.failed >= self.limits.retries)
-
-    def _after_void(
-        self, prompt: Prompt, log: EpisodeLog, failure: AttemptFailed, *, counts: bool, last: bool
-    ) -> EpisodeLog:
-        """Record the attempt as void; return the log of the next one."""
-        self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
-        if failure.cause not in RESUME_CAUSES:
-            self._reports.report_failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
-        return log.next_attempt(counts=counts)
+            return False, False
+        counts = self._outcomes.note_failure(attempt, failure.cause, str(failure), event=failure.event)
+        return counts, not failure.again or (counts and log.failed >= self.limits.retries)
 
     def _new_log(self, record: Record | None = None) -> EpisodeLog:
         return EpisodeLog(record, observation_bytes=self.limits.observation_bytes)
-
-    async def _send_episode(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
-        """Record the finished episode, and send or drop it."""
-        episode = self.make_episode(prompt, played, attempt)
-        self._reports.report_finished(prompt, attempt, played, episode.reward)
-        self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
-        if played.cut and self.limits.on_truncated == "drop":
-            self.prompts.drop(prompt, "truncated")
-            return
-        if not played.turns:
-            self.prompts.drop(prompt, NO_TURN)
-            return
-        self.context.ledger.scored(episode)
-        await self.episodes.send(episode)
 
     async def _play_held_out(self, prompt: Prompt) -> Episode:
         """Play a held-out episode. Raises SampleFailed with the cause where a training episode would fail."""
@@ -218,8 +223,8 @@ class EpisodeNode(Node):
                 try:
                     played = await self.play_attempt(prompt, log, -1)
                 except AttemptFailed as failure:
-                    counts = self._count_failure(attempt, failure)
-                    if self._is_last(log, failure, counts=counts):
+                    counts, last = self._judge_failure(attempt, log, failure)
+                    if last:
                         raise SampleFailed(failure.cause) from None
                     log = log.next_attempt(counts=counts)
                     continue
@@ -300,20 +305,6 @@ def turn_seed(seed: int, attempt: int, turn: int, *, opponent: bool = False) -> 
     return int.from_bytes(digest, "big") >> 1
 
 
-def length_problems(limits: Limits, policy: Policy, token_budget: int | None) -> Iterator[str]:
-    """Problems of episodes that may become longer than the model's context, or than a micro-batch."""
-    longest = known_context(policy)
-    if longest is None:
-        return
-    if limits.tokens is not None and limits.tokens > longest:
-        yield f"limits.tokens is {limits.tokens}, but the context of {policy.model} takes {longest} tokens; lower it"
-    if limits.tokens is None and token_budget is not None and token_budget < longest:
-        yield (
-            f"an episode may have as many tokens as the context of {policy.model}, {longest}, but a micro-batch takes "
-            f"token_budget={token_budget}; set limits.tokens, or raise token_budget to {longest}"
-        )
-
-
 def template_findings(policy: Policy, environment: str, tools: Messages | None, generator: object = None) -> str | None:
     """What an examination of the chat template finds; None for a model whose tokenizer is not known yet.
 
@@ -321,7 +312,7 @@ def template_findings(policy: Policy, environment: str, tools: Messages | None, 
     vLLM's parsers, replies are parsed with these. Raises ConfigError for tools that the template cannot take, and for
     tools whose calls no parser reads.
     """
-    tokenizer = known_tokenizer(policy)
+    tokenizer, template = known_tokenizer(policy), f"the chat template of {policy.model}"
     if tokenizer is None:
         return None
     if isinstance(generator, Generator) and (generator.tool_parser or generator.reasoning_parser):
@@ -343,18 +334,14 @@ def template_findings(policy: Policy, environment: str, tools: Messages | None, 
                 f"{_parser_to_name(policy, tools)}"
             )
         if tools is None:
-            return f"{_of_template(policy, examination)} {CALLS_AS_TEXT}"
-    return _of_template(policy, examination.history() if tools is not None and not tools else examination)
+            return f"{template}: {examination} {CALLS_AS_TEXT}"
+    return f"{template}: {examination.history() if tools is not None and not tools else examination}"
 
 
 CALLS_AS_TEXT = (
     "Warning: if requests have tools, agents get the calls of replies as text, not as calls; name vLLM's parser for "
     "the model with --tool-parser, or Generator(tool_parser=...)."
 )
-
-
-def _of_template(policy: Policy, found: Examination | str) -> str:
-    return f"the chat template of {policy.model}: {found}"
 
 
 def _parser_to_name(policy: Policy, tools: Messages) -> str:

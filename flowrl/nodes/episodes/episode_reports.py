@@ -26,6 +26,8 @@ from flowrl.training.batch_stats import length_name
 
 RETOKENIZED_ONE_IN = 8
 """One episode in this many is tokenized again: a reply takes 0.1 ms or more, as much as everything else together."""
+MOST_TEXT = 8192
+"""Most characters that are kept of a failure's text: those at its end."""
 SEAT_REWARD = re.compile(r"seat_\d+_reward")
 """Names of metrics that an episode of several seats has from flowrl itself."""
 
@@ -36,7 +38,8 @@ class EpisodeReports:
     def __init__(self, context: Context, tokenizer: Any, *, name_of: Callable[[Prompt], str]) -> None:
         self._context = context
         self._tokenizer = tokenizer
-        self._records = EpisodeRecords(tokenizer, name_of)
+        self._name_of = name_of
+        self._pieces = TokenPieces(tokenizer)
         self._failing = FailingByLength()
         self._num_finished = 0
         self._told_metrics: set[str] = set()
@@ -45,29 +48,27 @@ class EpisodeReports:
         """An episode was played to its end at this attempt, counted from 0."""
         self._failing.add_finished(prompt.group_id, prompt.group_size, played.turns)
         self._count_played(played)
-        self._name_metrics(played)
+        # The metrics of an environment or an agent are no figures: say once for each name where they are.
+        of_seats = {name for name in played.metrics if played.seat_rewards and SEAT_REWARD.fullmatch(name)}
+        if new := played.metrics.keys() - of_seats - self._told_metrics:
+            self._told_metrics |= new
+            self._context.progress(
+                f"metrics of episodes ({', '.join(sorted(new))}) are shown by flowrl show, episode by episode; they "
+                "are not in metrics.jsonl"
+            )
         if self._num_finished % RETOKENIZED_ONE_IN == 0:
             for sequence in played.sequences:
-                spans = sampled_spans(sequence)
+                edges = np.flatnonzero(np.diff(sequence.policy_mask.astype(np.int8), prepend=0, append=0))
+                sampled = zip(edges[::2], edges[1::2], strict=True)
+                spans = [sequence.token_ids[start:stop].tolist() for start, stop in sampled]
                 self._context.metric("replies_checked", len(spans))
                 changed = sum(is_retokenized(self._tokenizer, ids) for ids in spans)
                 self._context.metric("replies_retokenized", changed)
         self._num_finished += 1
         self._count_attempt("")
         if self._context.keep_episodes:
-            line = self._records.record_line(prompt, attempt, played, reward=reward)
+            line = self._record_line(prompt, attempt, played, reward=reward)
             self._context.episode(prompt.sample_id, line, failed=False)
-
-    def _name_metrics(self, played: Played) -> None:
-        """Say once for each name where the metrics of an environment or an agent are, because they are no figures."""
-        of_seats = {name for name in played.metrics if played.seat_rewards and SEAT_REWARD.fullmatch(name)}
-        new = played.metrics.keys() - of_seats - self._told_metrics
-        if new:
-            self._told_metrics |= new
-            self._context.progress(
-                f"metrics of episodes ({', '.join(sorted(new))}) are shown by flowrl show, episode by episode; they "
-                "are not in metrics.jsonl"
-            )
 
     def report_failed(
         self, prompt: Prompt, attempt: int, played: Played | None, cause: str, text: str, *, last: bool
@@ -81,7 +82,7 @@ class EpisodeReports:
             self._failing.end_member(prompt.group_id, prompt.group_size)
         self._count_attempt(cause)
         if self._context.keep_episodes:
-            line = self._records.record_line(prompt, attempt, played, cause=cause, text=text)
+            line = self._record_line(prompt, attempt, played, cause=cause, text=text)
             self._context.episode(prompt.sample_id, line, failed=True)
 
     def _count_attempt(self, cause: str) -> None:
@@ -114,31 +115,7 @@ class EpisodeReports:
         if played.cut:
             metric(f"episodes_truncated/{played.cut}", 1)
 
-
-def sampled_spans(sequence: TokenSequence) -> list[list[int]]:
-    """The ids of each run of sampled tokens."""
-    edges = np.flatnonzero(np.diff(sequence.policy_mask.astype(np.int8), prepend=0, append=0))
-    return [sequence.token_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def is_retokenized(tokenizer: Any, token_ids: list[int]) -> bool:
-    """Whether tokenizing the text of these ids gives other ids."""
-    text = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) != token_ids
-
-
-MOST_TEXT = 8192
-"""Most characters that are kept of a failure's text: those at its end."""
-
-
-class EpisodeRecords:
-    """Makes the records of one node, as lines of JSON. `name_of` gives the name of what plays a prompt."""
-
-    def __init__(self, tokenizer: Any, name_of: Callable[[Prompt], str]) -> None:
-        self._name_of = name_of
-        self._pieces = TokenPieces(tokenizer)
-
-    def record_line(
+    def _record_line(
         self,
         prompt: Prompt,
         attempt: int,
@@ -175,6 +152,12 @@ class EpisodeRecords:
             ],
         }
         return json.dumps(record)
+
+
+def is_retokenized(tokenizer: Any, token_ids: list[int]) -> bool:
+    """Whether tokenizing the text of these ids gives other ids."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) != token_ids
 
 
 def spans_of(sequence: TokenSequence) -> list[tuple[int, int]]:
@@ -217,15 +200,6 @@ class GroupTurns:
     finished: list[int] = field(default_factory=list)
     num_ended: int = 0
     """Number of members, not of attempts."""
-
-    def turns_row(self) -> tuple[float, float, float]:
-        """(share of attempts that failed, mean turns of finished episodes, mean turns of failed attempts).
-
-        A mean over no attempts is NaN. The group needs at least one attempt.
-        """
-        share = len(self.failed) / (len(self.failed) + len(self.finished))
-        finished, failed = (sum(turns) / len(turns) if turns else nan for turns in (self.finished, self.failed))
-        return share, finished, failed
 
 
 class FailingByLength:
@@ -277,12 +251,15 @@ class FailingByLength:
     def _close_group(self, group_id: str) -> None:
         group = self._open.pop(group_id)
         if group.finished:
-            self._rows.append(group.turns_row())
+            share = len(group.failed) / (len(group.failed) + len(group.finished))
+            failed = sum(group.failed) / len(group.failed) if group.failed else nan
+            self._rows.append((share, sum(group.finished) / len(group.finished), failed))
             self.score = score_of(np.array(self._rows))
 
 
 def score_of(rows: Floats) -> float | None:
-    """The larger of both scores; None for too few groups. `rows` has a row of `GroupTurns.turns_row` for each group."""
+    """The larger of both scores; None for too few groups. `rows` has a row for each group: the share of
+    attempts that failed, the mean turns of finished episodes, and of failed attempts (NaN without one)."""
     both = rows[~np.isnan(rows[:, 2])]
     if len(rows) < LEAST_GROUPS or len(both) < LEAST_FAILED:
         return None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from flowrl.messages import Message, Prompt, Sample, Weights
 from flowrl.messages.episode import Reply, Turn
 from flowrl.models import Policy, check_model, end_problem, known_context, known_directory, resolve, with_template
 from flowrl.models.model_layout import known_shape
-from flowrl.nodes.engine_options import AdapterSlots, Engine, Parallel, method_note
+from flowrl.nodes.engine_options import CACHE_FLAGS, FP8, LEAST_CAPABILITY, AdapterSlots, Engine
 from flowrl.nodes.generation.responses import (
     Prefix,
     ResponseLost,
@@ -135,7 +135,9 @@ class Generator(Node):
             adapter_rank=self.adapter_rank,
             weights_dtype=self.engine.dtype,
             fixed_weights=self.engine.fixed_weights(adapters=self.adapter_rank > 0),
-            **self.engine.machine_needs(self.gpus),
+            quantization=self.engine.quantization,
+            least_capability=LEAST_CAPABILITY if self.engine.in_fp8 else 0.0,
+            cpu_flags=frozenset() if self.gpus or not self.engine.kv_cache_dtype.startswith("fp8") else CACHE_FLAGS,
             optional=("requests", "turns"),
             stands_in=True,
         )
@@ -155,9 +157,20 @@ class Generator(Node):
         problems += [
             f"evaluation: {text}" for text in self.evaluation.find_problems(trained=False) if text not in known
         ]
-        problems += self._length_problems()
+        # Answers that leave no token for a prompt in the context, or in the engine's longest sequence.
+        most, answer = None, self._longest_response
+        where = f"the context of {self.policy.model}"
+        with suppress(ConfigError):  # a config that names no context: vLLM knows more names, and preflight tells damage
+            most = known_context(self.policy)
+        if (asked := self.engine.max_model_len) is not None and (most is None or asked < most):
+            most, where = asked, "--engine.max-model-len"
+        if most is not None and answer >= most:
+            problems.append(
+                f"max_tokens is {answer}, but {where} has {most} tokens, for prompt and answer together; lower "
+                f"--max-tokens to below {most}"
+            )
         shape = known_shape(self.policy) if self.engine.in_fp8 else None
-        problems += self.engine.find_problems(self.gpus, shape) + self.parallel.find_problems(self.gpus)
+        problems += self.engine.find_problems(self.gpus, shape) + self.engine.parallel_problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
             problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number of at least 0")
         problems += parser_problems(tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser)
@@ -165,22 +178,14 @@ class Generator(Node):
             problems.append(f"every is {self.every}; it needs at least 1; to keep version 0, ignore the weights port")
         return problems
 
-    def _length_problems(self) -> Iterator[str]:
-        """Answers that leave no token for a prompt in the context, or in the engine's longest sequence."""
-        most, answer = None, max(self.sampling.max_tokens, self.evaluation.max_tokens)
-        where = f"the context of {self.policy.model}"
-        with suppress(ConfigError):  # a config that names no context: vLLM knows more names, and preflight tells damage
-            most = known_context(self.policy)
-        if (asked := self.engine.max_model_len) is not None and (most is None or asked < most):
-            most, where = asked, "--engine.max-model-len"
-        if most is not None and answer >= most:
-            yield (
-                f"max_tokens is {answer}, but {where} has {most} tokens, for prompt and answer together; lower "
-                f"--max-tokens to below {most}"
-            )
-
     def notes(self) -> list[str]:
-        return [method_note(self.engine.quantization)] if self.engine.in_fp8 else []
+        if not self.engine.in_fp8:
+            return []
+        method = self.engine.quantization
+        return [
+            f"--engine.quantization {method}: vLLM quantizes the layers' matrices of every version by {FP8[method]}; "
+            "embeddings, norms and the output layer stay in 16 bits"
+        ]
 
     def preflight(self) -> str | None:
         check_vllm_version()
@@ -188,14 +193,9 @@ class Generator(Node):
             check_model(self.policy)  # it is downloaded, whichever node is the first
         if (model_dir := known_directory(self.policy)) is not None:
             stored = stored_problems(model_dir, self.engine, self.gpus)
-            for problem in self.parallel.problems_with(model_dir, self.gpus) + stored:
+            for problem in self.engine.head_problems(model_dir, self.gpus) + stored:
                 raise ConfigError(problem)
         return end_problem(self.policy)
-
-    @property
-    def parallel(self) -> Parallel:
-        """How a replica spreads over its GPUs."""
-        return Parallel.of_engine(self.engine)
 
     # Lifecycle
 
@@ -262,8 +262,12 @@ class Generator(Node):
                 # An invocation before the first weights would hold devices that the trainer needs to publish them.
                 with self.context.waiting("its first weights"):
                     await self._gate.wait_open()
-            tasks.create_task(self._serve_port(self.requests, self._generate_held_out))
-            tasks.create_task(self._serve_port(self.turns, self._generate_reply))
+            if self.requests.live is not None:
+                answer = self._standby.guard_body(self._generate_held_out)
+                tasks.create_task(self.requests.each(answer, concurrency=self.engine.concurrency))
+            if self.turns.live is not None:
+                reply = self._standby.guard_body(self._generate_reply)
+                tasks.create_task(self.turns.each(reply, concurrency=self.engine.concurrency))
             await self.prompts.each(self._generate_sample, concurrency=self.engine.concurrency)
             self.rollouts.close()  # `run` continues: evaluation may continue, and the last step's weights still arrive
 
@@ -271,10 +275,6 @@ class Generator(Node):
         if hasattr(self, "_sampler"):
             await self.blocking(self._sampler.close)
             self._receiver.close()
-
-    async def _serve_port(self, port: Serve[Req, Rep], body: Callable[[Req], Awaitable[Rep]]) -> None:
-        if port.live is not None:
-            await port.each(self._standby.guard_body(body), concurrency=self.engine.concurrency)
 
     async def _follow_weights(self) -> None:
         if not self.weights.connected:

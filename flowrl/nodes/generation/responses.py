@@ -28,7 +28,7 @@ from flowrl.nodes.generation.vllm_processes import EngineDied
 from flowrl.nodes.generation.vllm_sampler import VllmSampler
 from flowrl.nodes.sampling import NOTHING, Completion, Response, Sampling
 from flowrl.weights.probe import ProbeCheck
-from flowrl.weights.receive import Fetched, Receiver
+from flowrl.weights.receive import Receiver
 from flowrl.weights.shm import SegmentLost
 
 Prefix = tuple[Int32, Float32, Int32]
@@ -134,17 +134,18 @@ class Responses:
         """The tokens so far of the responses that checkpoints keep. Their invocations wait until `resume`."""
         self._stopped_s = time.monotonic()
         self._gate.close_for("checkpoint")
-        while ended := self._ended_in_vllm():
-            await asyncio.wait(ended)  # their invocations continue to their sends, which the checkpoint keeps
+        while True:
+            running = [(key, work) for key, (_, work) in self.running.items() if not work.done()]
+            # vLLM has ended these, but their results have not arrived here yet. Their invocations continue to their
+            # sends, which the checkpoint keeps.
+            ended = [work for key, work in running if self._sampler.so_far(key) is None]
+            if not ended:
+                break
+            await asyncio.wait(ended)
         self._checkpoint.set()
         parts = {id(response): self._sampler.so_far(key) for key, (response, _) in self.running.items()}
         prefixes = {key: Response([*r.parts, parts.get(id(r)) or NOTHING]) for key, r in self._open.items()}
         return {key: (r.token_ids, r.logprobs, r.versions) for key, r in prefixes.items() if len(r)}
-
-    def _ended_in_vllm(self) -> list[asyncio.Task[Completion]]:
-        """The requests that vLLM has ended, but whose result has not arrived here yet."""
-        running = [(work, self._sampler.so_far(key)) for key, (_, work) in self.running.items() if not work.done()]
-        return [work for work, so_far in running if so_far is None]
 
     def resume(self) -> None:
         """Let the invocations continue after a checkpoint."""
@@ -220,7 +221,16 @@ class WeightUpdates:
                 await self._sampler.wait_for_room()
             if self._running() and self._receiver.engine.one_by_one:
                 await stack.enter_async_context(self._context.exclusive("weights"))
-            await self._exchange_weights(manifest, fetched)
+            self._gate.close_for("weights")
+            began = time.perf_counter()
+            await self._sampler.pause()
+            if fetched is not None:
+                self._context.gauge("weight_apply_s", await self._sampler.load_version(fetched.update, manifest))
+            await self._sampler.label_tokens(manifest.version)
+            self.version, self._content = manifest.version, manifest.base_version
+            await self._sampler.resume()
+            self._context.gauge("weight_update_pause_s", time.perf_counter() - began)
+            self._gate.open_for("weights")
         self._context.ledger.holds(self._replica, manifest.policy, manifest.version)
         if manifest.probe_logprobs:
             found = await self._sampler.score_sequences(manifest.probe_token_ids)
@@ -237,18 +247,6 @@ class WeightUpdates:
         await self._sampler.label_tokens(version)
         self.version = self._content = version
         await self._sampler.resume()
-        self._gate.open_for("weights")
-
-    async def _exchange_weights(self, manifest: Weights, fetched: Fetched | None) -> None:
-        self._gate.close_for("weights")
-        began = time.perf_counter()
-        await self._sampler.pause()
-        if fetched is not None:
-            self._context.gauge("weight_apply_s", await self._sampler.load_version(fetched.update, manifest))
-        await self._sampler.label_tokens(manifest.version)
-        self.version, self._content = manifest.version, manifest.base_version
-        await self._sampler.resume()
-        self._context.gauge("weight_update_pause_s", time.perf_counter() - began)
         self._gate.open_for("weights")
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.models.model_files import context_length, stored_dtype
-from flowrl.nodes.engine_options import LARGEST_CACHE, AdapterSlots, Engine, Parallel, largest_kv_cache, read_config
+from flowrl.nodes.engine_options import LARGEST_CACHE, AdapterSlots, Engine, largest_kv_cache, read_config
 from flowrl.nodes.sampling import NOTHING, Completion
 from flowrl.training.memory import read_shape
 from flowrl.weights.probe import PROBE_TOKENS
@@ -112,7 +112,7 @@ def engine_arguments(
     if slots is not None:
         arguments |= slots.vllm_arguments
     if num_gpus:
-        arguments |= {"enable_sleep_mode": sleeps, **Parallel.of_engine(engine).size_arguments(num_gpus)}
+        arguments |= {"enable_sleep_mode": sleeps, **engine.size_arguments(num_gpus)}
     else:
         arguments |= {
             "block_size": 32,

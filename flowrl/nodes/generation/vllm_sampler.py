@@ -224,7 +224,11 @@ class VllmSampler:
 
         await self.wake_cache()
         with self._adapters.use_current() if self._adapters is not None else nullcontext() as adapter_id:
-            adapter, version = _lora_request(adapter_id), self._version
+            adapter, version = None, self._version
+            if adapter_id is not None:
+                from vllm.lora.request import LoRARequest
+
+                adapter = LoRARequest(f"adapter-{adapter_id}", adapter_id, "held in memory")
             try:
                 async with self.required():
                     outputs = await self._engine.add_request(
@@ -330,15 +334,6 @@ class VllmSampler:
 def priority_of(ticket: int) -> int:
     """The priority of requests under that ticket: the oldest ticket comes first. -1 means no ticket."""
     return min(max(ticket, TRAINING), EVALUATION - 1)
-
-
-def _lora_request(adapter_id: int | None) -> Any:
-    """The request's reference to an adapter; vLLM ignores the path of an adapter that is already loaded."""
-    if adapter_id is None:
-        return None
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(f"adapter-{adapter_id}", adapter_id, "held in memory")
 
 
 class Adapters:

@@ -64,6 +64,8 @@ class GroupAdvantage(Node):
         reason = "group_too_small"  # too few members to compare; groups that are not compared have any size
         if len(members.items) >= 2 or self.estimate.estimator not in GROUP_ESTIMATORS:
             reason = self._filter.judge_group(members.items)
+            if self.dynamic is not None:
+                self._filter.add_group(members.items, passed_on=() if reason else members.items)
         if reason:
             for sample in taken:
                 self.scored.drop(sample, reason, state="filtered")
@@ -78,7 +80,7 @@ class GroupAdvantage(Node):
             group_id=members.group_id,
             samples=leave_unvalued(members.items) if waits else self.estimate.make_trainables(members.items),
             group_size=members.size,
-            metrics=self._filter.take_sums(),
+            metrics={} if self.dynamic is None else self._filter.take_sums(),
         )
 
     def state(self) -> Mapping[str, Any]:

@@ -105,18 +105,8 @@ class TokenBatch(Node):
         return self.estimate is not None and self.estimate.estimator == "gae"
 
     def facts(self) -> Facts:
-        return Facts(
-            groups_per_batch=self.num_groups,
-            token_budget=self.token_budget,
-            layout=self.layout,
-            whole_batches=self._why_whole(),
-            keeps_lineage=False,
-            optional=() if self._wants_values else ("values",),
-        )
-
-    def _why_whole(self) -> str:
-        """What needs all groups of a batch before the first can be trained, "" if nothing does."""
-        reasons = {
+        # What needs all groups of a batch before the first can be trained.
+        needs_all = {
             "the critic is asked for the values of a whole batch": self._wants_values,
             "advantages are whitened over the whole batch": self.whiten != "off",
             "rewards are normalised with those of the whole batch": self.normalise_rewards,
@@ -124,7 +114,14 @@ class TokenBatch(Node):
             f"a batch is split into {self.optimizer_steps} optimizer steps": self.optimizer_steps > 1,
             "a batch is one group": self.num_groups == 1,
         }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return Facts(
+            groups_per_batch=self.num_groups,
+            token_budget=self.token_budget,
+            layout=self.layout,
+            whole_batches=next((reason for reason, holds in needs_all.items() if holds), ""),
+            keeps_lineage=False,
+            optional=() if self._wants_values else ("values",),
+        )
 
     def check(self, facts: Any) -> list[str]:
         ranges = (
@@ -155,13 +152,22 @@ class TokenBatch(Node):
             )
 
     async def run(self) -> None:
-        window = self._open_window()
+        # 0 and None, for a graph without a window in its admission, mean order of arrival.
+        window: Window[Group] = Window(self.num_groups, self.context.window or 0)
+        if self._saved is not None:
+            window.load_state(self._saved)
+            self._num_sent = int(self._saved["version"]) - self.context.start_version
+            if (batch := self._saved.get("batch")) is not None:
+                self._begun = BegunBatch(tuple(batch["groups"]), int(batch["num_pieces"]))
+        if self.context.window == 0 and self.context.max_staleness is not None:
+            self._mask_staleness = self.context.max_staleness
+        self._window = window
         full_since_s: float | None = None
         async for ticket, group in self.groups.ordered():
             if full_since_s is not None:
                 self.context.metric("oldest_wait_s", time.monotonic() - full_since_s)
             window.offer(ticket, group)
-            self._pace.begin_batch(loop_time_s())
+            self._pace.begin_batch(asyncio.get_running_loop().time())
             self._before_send = self._current_state()
             while (groups := window.take(self._num_enough())) is not None:
                 await self._send_groups(groups, last=not window.begun)
@@ -173,7 +179,7 @@ class TokenBatch(Node):
 
     def _num_enough(self) -> int | None:
         """How many groups are enough to send now: those of a piece if the trainers wait; None: the whole batch."""
-        if not self.context.in_pieces or not self._pace.is_due(loop_time_s()):
+        if not self.context.in_pieces or not self._pace.is_due(asyncio.get_running_loop().time()):
             return None
         ahead = self.batches.num_untaken if self._begun.num_pieces else self.batches.num_unfinished
         return None if ahead else -(-self.num_groups // PIECES)
@@ -182,63 +188,65 @@ class TokenBatch(Node):
         """Send the batch of `groups`, or a piece of a batch."""
         valued = groups
         if self.values.live is not None:
-            valued = with_values(groups, await self.values(value_question(groups)))
-        batch = self._make_piece(valued, last=last)
+            reply = await self.values(value_question(groups))
+            lengths = [sample.token_ids.size for group in groups for sample in group.samples]
+            assert sum(lengths) == reply.values.size, "a critic answers with a value a token"
+            left = iter(np.split(reply.values, np.cumsum(lengths)[:-1]))
+            valued = [
+                replace(
+                    group,
+                    samples=tuple(
+                        replace(sample, values=next(left), values_version=reply.version) for sample in group.samples
+                    ),
+                )
+                for group in groups
+            ]
+        batch = self.make_batch(valued, last=last)
         begun = BegunBatch() if last else self._begun.with_piece(groups)
         await self.batches.send(batch, made_from=groups or None)
         self._begun = begun
-        self._pace.note_sent(loop_time_s(), last=last)
+        self._pace.note_sent(asyncio.get_running_loop().time(), last=last)
         self._num_sent += last
         self._before_send = self._current_state()
 
-    def _make_piece(self, groups: Sequence[Group], *, last: bool) -> Batch:
-        """The batch of `groups`, or a piece of a batch; the last piece has the figures of the whole batch."""
-        if last and not self._begun.num_pieces:
-            return self.make_batch(groups)
-        samples = self._in_loss(groups)
+    def make_batch(self, groups: Sequence[Group], *, last: bool = True) -> Batch:
+        """The batch of `groups`, in their order, or a piece of a batch; the last piece has the metrics of the whole."""
         metrics: dict[str, float] = {}
         if last:
-            whole = (*self._begun.groups, *groups)
-            metrics = self._batch_figures(whole) | judged_metrics(whole) | source_metrics(whole, self.sources)
-        return self._batch_of(samples, len(groups), piece=self._begun.num_pieces, last=last, metrics=metrics)
-
-    def make_batch(self, groups: Sequence[Group]) -> Batch:
-        """Make the batch of `groups`, in their order."""
-        metrics = judged_metrics(groups) | source_metrics(groups, self.sources)
-        if self._running is not None:
+            judged = (*self._begun.groups, *groups)
+            metrics = judged_metrics(judged) | source_metrics(judged, self.sources)
+        if self._running is not None:  # then batches come whole, as with `whiten`
             groups = self._running.estimate_batch(groups)
             metrics |= self._running.metrics
-        samples = self._in_loss(groups)
+        samples = tuple(sample for group in groups for sample in group.samples)
+        require_advantages(samples)
+        if self.mask_truncated:  # samples that were cut off have no tokens in the loss
+            samples = tuple(
+                replace(sample, loss_mask=np.zeros_like(sample.whole_mask)) if sample.truncated else sample
+                for sample in samples
+            )
         if self.whiten != "off":
             # A batch makes one version, so the version that will train this batch is known here.
             masks = loss_masks(samples, self._mask_staleness, self.context.start_version + self._num_sent)
             samples = whiten_samples(samples, masks, mean_only=self.whiten == "mean")
-        return self._batch_of(samples, len(groups), metrics=self._batch_figures(groups) | metrics)
-
-    def _in_loss(self, groups: Sequence[Group]) -> tuple[Trainable, ...]:
-        """The samples of the groups. With `mask_truncated`, samples that were cut off have no tokens in the loss."""
-        samples = tuple(sample for group in groups for sample in group.samples)
-        require_advantages(samples)
-        return tuple(map(without_overlong, samples)) if self.mask_truncated else samples
-
-    def _batch_figures(self, groups: Sequence[Group]) -> dict[str, float]:
-        """The figures of a whole batch."""
-        samples = tuple(sample for group in groups for sample in group.samples)
-        overlong = {"overlong_share": float(np.mean([s.truncated for s in samples]))} if self.mask_truncated else {}
-        return batch_metrics(groups) | overlong | branch_metrics(samples) | value_metrics(samples)
-
-    def _batch_of(self, samples: tuple[Trainable, ...], num_groups: int, **fields: Any) -> Batch:
+        if last:
+            whole = (*self._begun.groups, *groups)
+            every = tuple(sample for group in whole for sample in group.samples)
+            overlong = {"overlong_share": float(np.mean([s.truncated for s in every]))} if self.mask_truncated else {}
+            metrics = batch_metrics(whole) | overlong | branch_metrics(every) | value_metrics(every) | metrics
         return Batch(
             samples=samples,
             micro_batches=(),
             num_sequences=len(samples),
             num_tokens=sum(int(trained_mask(sample).sum()) for sample in samples),
-            num_groups=num_groups,
+            num_groups=len(groups),
             mask_staleness=self._mask_staleness,
             token_budget=self.token_budget,
             layout=self.layout,
             optimizer_steps=min(self.optimizer_steps, max(1, len(packed(samples)))),
-            **fields,
+            metrics=metrics,
+            piece=self._begun.num_pieces,
+            last=last,
         )
 
     def state(self) -> Mapping[str, Any]:
@@ -257,28 +265,6 @@ class TokenBatch(Node):
         if self._running is not None and "running" in state:
             self._running.load_state(state["running"])
 
-    def _open_window(self) -> Window[Group]:
-        """The window of the graph's admission; 0 and None mean order of arrival."""
-        self._window = Window(self.num_groups, self.context.window or 0)
-        if self._saved is not None:
-            self._window.load_state(self._saved)
-            self._num_sent = int(self._saved["version"]) - self.context.start_version
-            if (batch := self._saved.get("batch")) is not None:
-                self._begun = BegunBatch(tuple(batch["groups"]), int(batch["num_pieces"]))
-        if self.context.window == 0 and self.context.max_staleness is not None:
-            self._mask_staleness = self.context.max_staleness
-        return self._window
-
-
-def loop_time_s() -> float:
-    """The time of the running event loop, by which pieces are paced."""
-    return asyncio.get_running_loop().time()
-
-
-def without_overlong(sample: Trainable) -> Trainable:
-    """`sample`, with no token in the loss if it was cut off."""
-    return dataclasses.replace(sample, loss_mask=np.zeros_like(sample.whole_mask)) if sample.truncated else sample
-
 
 def whiten_samples(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: bool) -> tuple[Trainable, ...]:
     """`samples` with advantages normalised over all tokens of `masks` together, 0 elsewhere."""
@@ -288,7 +274,7 @@ def whiten_samples(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_
         mean_only=mean_only,
     )
     parts = np.split(values.astype(np.float32), np.cumsum([len(mask) for mask in masks])[:-1])
-    return tuple(dataclasses.replace(sample, advantages=part) for sample, part in zip(samples, parts, strict=True))
+    return tuple(replace(sample, advantages=part) for sample, part in zip(samples, parts, strict=True))
 
 
 def branch_metrics(samples: Sequence[Trainable]) -> dict[str, float]:
@@ -350,8 +336,15 @@ class BegunBatch:
 
     def with_piece(self, groups: Sequence[Group]) -> BegunBatch:
         """This batch with one more piece. It keeps copies, which stay valid after the groups are finished."""
-        light = (replace(group, samples=tuple(map(without_arrays, group.samples))) for group in groups)
-        return BegunBatch((*self.groups, *map(copy.deepcopy, light)), self.num_pieces + 1)
+        kept = []
+        for group in groups:
+            samples = []
+            for sample in group.samples:
+                task = {OF_TASK: sample.columns[OF_TASK]} if OF_TASK in sample.columns else {}
+                branches = tuple(replace(branch, **_NO_ARRAYS) for branch in sample.branches)
+                samples.append(replace(sample, columns=task, branches=branches, **_NO_ARRAYS, **_NO_COLUMNS))
+            kept.append(copy.deepcopy(replace(group, samples=tuple(samples))))
+        return BegunBatch((*self.groups, *kept), self.num_pieces + 1)
 
 
 class Pace:
@@ -373,13 +366,6 @@ class Pace:
     def is_due(self, now_s: float) -> bool:
         """Whether the next piece may be sent."""
         return self._since_s is not None and now_s - self._since_s >= PACE_S
-
-
-def without_arrays(sample: Trainable) -> Trainable:
-    """The sample with its token ids and policy masks, and no other arrays."""
-    task = {OF_TASK: sample.columns[OF_TASK]} if OF_TASK in sample.columns else {}
-    branches = tuple(replace(branch, **_NO_ARRAYS) for branch in sample.branches)
-    return replace(sample, columns=task, branches=branches, **_NO_ARRAYS, **_NO_COLUMNS)
 
 
 SMALLEST_VARIANCE = 1e-8
@@ -439,7 +425,8 @@ class RunningEstimate:
         self._adaptive_kl = adaptive_kl
         self._moments = Moments() if normalise_rewards else None
         self._kl_coef = estimate.kl_coef
-        self._metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        """The metrics of the last batch, by their names in metrics.jsonl."""
 
     def estimate_batch(self, groups: Sequence[Group]) -> list[Group]:
         """`groups` with the advantages of this batch; advances statistics and coefficient by one batch."""
@@ -449,7 +436,7 @@ class RunningEstimate:
                 require_one_seat(group.samples, "a running mean of rewards")
             self._moments.add_values([whole_reward(sample) for group in groups for sample in group.samples])
             scale = self._moments.scale
-            self._metrics |= {"reward_running_mean": scale.mean, "reward_running_std": scale.std}
+            self.metrics |= {"reward_running_mean": scale.mean, "reward_running_std": scale.std}
         made = [self._estimate.make_trainables(group.samples, kl_coef=self._kl_coef, scale=scale) for group in groups]
         if self._adaptive_kl is not None:
             sums = [
@@ -458,14 +445,9 @@ class RunningEstimate:
                 for sample, kl_T in zip(group.samples, self._estimate.compute_kl(group.samples), strict=True)
             ]
             kl = float(np.mean(sums))
-            self._metrics |= {"kl_coef": self._kl_coef, "reward_kl": kl}
+            self.metrics |= {"kl_coef": self._kl_coef, "reward_kl": kl}
             self._kl_coef = self._adaptive_kl.next_coef(self._kl_coef, kl)
-        return [dataclasses.replace(group, samples=samples) for group, samples in zip(groups, made, strict=True)]
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The metrics of the last batch, by their names in metrics.jsonl."""
-        return self._metrics
+        return [replace(group, samples=samples) for group, samples in zip(groups, made, strict=True)]
 
     def state(self) -> Mapping[str, Any]:
         moments = {} if self._moments is None else dataclasses.asdict(self._moments)
@@ -483,22 +465,6 @@ def value_question(groups: Sequence[Group]) -> ValueQuestion:
     require_one_seat(samples, "a critic")
     require_one_sequence(samples, "a critic")
     return ValueQuestion.of(samples)
-
-
-def with_values(groups: Sequence[Group], reply: Values) -> list[Group]:
-    """`groups` with the values of `reply`, which has the values of all their samples in order."""
-    lengths = [sample.token_ids.size for group in groups for sample in group.samples]
-    assert sum(lengths) == reply.values.size, "a critic answers with a value a token"
-    left = iter(np.split(reply.values, np.cumsum(lengths)[:-1]))
-    return [
-        dataclasses.replace(
-            group,
-            samples=tuple(
-                dataclasses.replace(sample, values=next(left), values_version=reply.version) for sample in group.samples
-            ),
-        )
-        for group in groups
-    ]
 
 
 def require_advantages(samples: Sequence[Trainable]) -> None:

@@ -68,22 +68,27 @@ class DynamicSampling:
         return "" if low < float(np.mean(raw)) < high else "mean_out_of_range"
 
 
+GIVE_UP_AFTER = 1024
+JUDGED, FILTERED = "judged_groups", "filtered_groups"
+SUMS = (JUDGED, FILTERED, "filtered_tokens", "judged_raw_reward")
+
+
 class GroupFilter:
-    """Judges groups one after the other; counts the kept and the filtered groups of the current batch."""
+    """Judges groups one after the other: counts the kept and the filtered groups of the current batch, and has the sums
+    over the groups judged since the last `take_sums`."""
 
     def __init__(self, settings: DynamicSampling | None) -> None:
         self._settings = settings
         self._kept_of_step = 0
         self._filtered_of_step = 0
-        self._judged = Judged()
+        self._sums = dict.fromkeys(SUMS, 0.0)
 
     def judge_group(self, samples: Sequence[Scored]) -> str:
-        """The reason why these members of a group are not trained on; "" if they are."""
+        """The reason why dynamic sampling filters these members of a group; "" if it does not."""
         if self._settings is None:
             return ""
         require_one_seat(samples, "dynamic sampling")
         reason = self._settings.why_filtered([sample.raw_reward for sample in samples])
-        self._judged.add_group(samples, passed_on=() if reason else samples)
         self._filtered_of_step += bool(reason)
         self._kept_of_step += not reason
         if self._kept_of_step >= self._settings.groups_per_step:
@@ -100,27 +105,6 @@ class GroupFilter:
                 f"{settings.limit}. The task is too easy or too hard for this policy: choose "
                 "prompts it sometimes answers, raise group_size, or raise max_filtered_per_step"
             )
-
-    def take_sums(self) -> Mapping[str, float]:
-        """The sums over the groups judged since the last kept group, then reset; {} without dynamic sampling."""
-        return {} if self._settings is None else self._judged.take_sums()
-
-    def state(self) -> Mapping[str, Any]:
-        return {"kept": self._kept_of_step, "filtered": self._filtered_of_step, "judged": self._judged.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._kept_of_step, self._filtered_of_step = int(state["kept"]), int(state["filtered"])
-        self._judged.load_state(state["judged"])
-
-
-GIVE_UP_AFTER = 1024
-
-
-class Judged:
-    """Sums over the groups judged since the last `take_sums`."""
-
-    def __init__(self) -> None:
-        self._sums = _no_groups()
 
     def add_group(self, samples: Sequence[Scored], *, passed_on: Sequence[Scored]) -> None:
         """Add a judged group; the members `passed_on` go to the batcher, the others are filtered."""
@@ -146,14 +130,15 @@ class Judged:
 
     def take_sums(self) -> Mapping[str, float]:
         """Return and reset the sums, for `Group.metrics` of the group that is passed on now."""
-        told, self._sums = self._sums, _no_groups()
+        told, self._sums = self._sums, dict.fromkeys(SUMS, 0.0)
         return told
 
-    def state(self) -> Mapping[str, float]:
-        return dict(self._sums)
+    def state(self) -> Mapping[str, Any]:
+        return {"kept": self._kept_of_step, "filtered": self._filtered_of_step, "judged": dict(self._sums)}
 
-    def load_state(self, state: Mapping[str, float]) -> None:
-        self._sums = {name: float(value) for name, value in state.items()}
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._kept_of_step, self._filtered_of_step = int(state["kept"]), int(state["filtered"])
+        self._sums = {name: float(value) for name, value in state["judged"].items()}
 
 
 def judged_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -165,20 +150,13 @@ def judged_metrics(groups: Sequence[Group]) -> dict[str, float]:
     told = [group.metrics for group in groups if "judged_groups" in group.metrics]
     if not told:
         return {}
-    sums = {name: sum(metrics[name] for metrics in told) for name in _no_groups()}
+    sums = {name: sum(metrics[name] for metrics in told) for name in SUMS}
     return {
         "filtered_groups": sums["filtered_groups"],
         "filtered_share": sums["filtered_groups"] / sums["judged_groups"],
         "filtered_tokens": sums["filtered_tokens"],
         "raw_reward_unfiltered_mean": sums["judged_raw_reward"] / sums["judged_groups"],
     }
-
-
-def _no_groups() -> dict[str, float]:
-    return dict.fromkeys(("judged_groups", "filtered_groups", "filtered_tokens", "judged_raw_reward"), 0.0)
-
-
-JUDGED, FILTERED = "judged_groups", "filtered_groups"
 
 
 def source_metrics(groups: Sequence[Group], names: Mapping[str, str]) -> dict[str, float]:

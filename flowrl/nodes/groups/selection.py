@@ -17,7 +17,7 @@ from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
 from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome
-from flowrl.nodes.groups.group_filter import DynamicSampling, GroupFilter, Judged
+from flowrl.nodes.groups.group_filter import DynamicSampling, GroupFilter
 from flowrl.nodes.scoring.reward_functions import COMPARED_S, Comparisons, FailingRewards
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks import Task
@@ -42,32 +42,25 @@ class Selection(Node):
     def __init__(self, dynamic: DynamicSampling | None) -> None:
         self.dynamic = dynamic
         self._filter = GroupFilter(dynamic)
-        self._judged = Judged()
 
     def _drop_filtered(self, samples: Sequence[Scored]) -> bool:
         """Drop the members of a group that has no learning signal; return whether they were dropped."""
         reason = self._filter.judge_group(samples)
         if reason:
-            self._judged.add_group(samples, passed_on=())
+            self._filter.add_group(samples, passed_on=())
             for sample in samples:
                 self.scored.drop(sample, reason, state="filtered")
             self._filter.assert_within(self.name)
         return bool(reason)
 
-    def _filter_problems(self) -> list[str]:
-        return [] if self.dynamic is None else self.dynamic.find_problems()
-
     def notes(self) -> list[str]:
         return [] if self.dynamic is None else self.dynamic.notes()
 
     def state(self) -> Mapping[str, Any]:
-        filtered = {} if self.dynamic is None else {"filter": self._filter.state()}
-        return {**self._judged.state(), **filtered}
+        return self._filter.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._judged.load_state({name: value for name, value in state.items() if name != "filter"})
-        if self.dynamic is not None and "filter" in state:
-            self._filter.load_state(state["filter"])
+        self._filter.load_state(state)
 
 
 class BestOfN(Selection):
@@ -89,7 +82,7 @@ class BestOfN(Selection):
 
     def check(self, facts: Any) -> list[str]:
         problems = [] if self.size >= 2 else [f"the group size is {self.size}; the best of a group needs at least 2"]
-        return problems + self._filter_problems()
+        return problems + ([] if self.dynamic is None else self.dynamic.find_problems())
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
@@ -97,9 +90,9 @@ class BestOfN(Selection):
             await report_outcome(self.outcomes, members.items)
             if self._drop_filtered(members.items):
                 continue
-            best = rank_samples(members.items)[0]
+            best = max(members.items, key=whole_reward)
             kept = self.least_reward is None or best.raw_reward >= self.least_reward
-            self._judged.add_group(members.items, passed_on=[best] if kept else ())
+            self._filter.add_group(members.items, passed_on=[best] if kept else ())
             for sample in members.items:
                 if sample is not best:
                     self.scored.drop(sample, "not_best", state="filtered")
@@ -107,12 +100,12 @@ class BestOfN(Selection):
                 await self.groups.send(self.make_group(members, best), made_from=[best])
             else:
                 self.scored.drop(best, "below_least", state="filtered")
-                self._judged.assert_some_pass(self.name, "below_least")
+                self._filter.assert_some_pass(self.name, "below_least")
 
     def make_group(self, members: Members[Scored], best: Scored) -> Group:
         """A group of one sample in which training raises the probability of every policy token."""
         sample = make_trainable(best, best.whole_mask.astype(np.float64))
-        return Group(members.group_id, (sample,), members.size, self._judged.take_sums())
+        return Group(members.group_id, (sample,), members.size, self._filter.take_sums())
 
 
 class PairMaker(Selection):
@@ -165,7 +158,7 @@ class PairMaker(Selection):
             problems.append(f"reference is {self.reference!r}; it has to be round or initial")
         if self._comparisons is not None and self.task is None:
             problems.append("prefer= needs task=: it is tried on rows of the task")
-        return problems + self._filter_problems()
+        return problems + ([] if self.dynamic is None else self.dynamic.find_problems())
 
     def preflight(self) -> None:
         if self._comparisons is not None:
@@ -184,8 +177,12 @@ class PairMaker(Selection):
             await report_outcome(self.outcomes, members.items)
             if self._drop_filtered(members.items):
                 continue
+            compared: Sequence[Scored] = members.items
             try:
-                compared = await self._compare_members(members.items)
+                if self._comparisons is not None:
+                    with self.context.busy("compare"):
+                        won = await self._comparisons.shares_won(members.items)
+                    compared = [replace(one, reward=share) for one, share in zip(members.items, won, strict=True)]
             except BadReward as bad:
                 self._failing.note_failed(self.context, bad.reason, str(bad), samples=len(members.items))
                 for sample in members.items:
@@ -194,7 +191,7 @@ class PairMaker(Selection):
             self._failing.note_scored()
             pair, reason = self.choose_pair(compared)
             pair = tuple(sample for chosen in pair for sample in members.items if sample.sample_id == chosen.sample_id)
-            self._judged.add_group(members.items, passed_on=pair)
+            self._filter.add_group(members.items, passed_on=pair)
             paired = {sample.sample_id for sample in pair}
             for sample in members.items:
                 if sample.sample_id not in paired:
@@ -202,15 +199,7 @@ class PairMaker(Selection):
             if pair:
                 await self.groups.send(self.make_group(members, *pair), made_from=pair)
             else:
-                self._judged.assert_some_pass(self.name, reason)
-
-    async def _compare_members(self, samples: Sequence[Scored]) -> Sequence[Scored]:
-        """With `prefer`, the samples whose reward is the share of comparisons that each has won; else `samples`."""
-        if self._comparisons is None:
-            return samples
-        with self.context.busy("compare"):
-            won = await self._comparisons.shares_won(samples)
-        return [replace(sample, reward=share) for sample, share in zip(samples, won, strict=True)]
+                self._filter.assert_some_pass(self.name, reason)
 
     def choose_pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
         """(chosen, rejected), or () if there is no pair, and the reason why the others are left out."""
@@ -220,7 +209,7 @@ class PairMaker(Selection):
             return (), "group_too_small"
         if all_equal([whole_reward(sample) for sample in samples]):
             return (), "tie"
-        order = rank_samples(samples)
+        order = sorted(samples, key=whole_reward, reverse=True)  # equal rewards keep their order
         return (order[0], order[-1]), "not_paired"
 
     def make_group(self, members: Members[Scored], chosen: Scored, rejected: Scored) -> Group:
@@ -231,9 +220,4 @@ class PairMaker(Selection):
             labelled = replace(made, label=label, pair=members.group_id)
             own = self.reference == "round"  # then the reference is the policy that sampled the pair
             pair.append(replace(labelled, ref_logprobs=sample.behavior_logprobs) if own else labelled)
-        return Group(members.group_id, tuple(pair), members.size, self._judged.take_sums())
-
-
-def rank_samples(samples: Sequence[Scored]) -> list[Scored]:
-    """The samples, best first; samples with equal rewards keep their order."""
-    return sorted(samples, key=lambda sample: -whole_reward(sample))
+        return Group(members.group_id, tuple(pair), members.size, self._filter.take_sums())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,11 +22,8 @@ from flowrl.errors import FlowrlError
 from flowrl.graph.node import Facts
 from flowrl.graph.ports import In, Serve
 from flowrl.messages import Float32, ValueQuestion, Values, Weights
-from flowrl.models import Policy, check_model, known_directory, resolve
-from flowrl.models.model_layout import layout_note, scoring_layout
-from flowrl.nodes.scoring.scoring_model import ScoringNode, gpu_problems
-from flowrl.training.layouts import explain_refused_tree
-from flowrl.training.model.trainable import check_scalar
+from flowrl.models import Policy
+from flowrl.nodes.scoring.scoring_model import ScoringNode
 from flowrl.training.settings import Dtype, Layout
 from flowrl.weights.probe import TOLERANCE, ProbeMismatch, coarser_dtype, mean_mismatch
 from flowrl.weights.receive import Receiver, load_published, make_receiver
@@ -43,7 +40,7 @@ class Critic(ScoringNode):
     `layout` says whether prefixes that samples share are computed once, see `ZeroSettings`.
     """
 
-    cpus = 1
+    head = "scalar"
 
     requests: Serve[ValueQuestion, Values]
     weights: In[Weights]
@@ -51,10 +48,7 @@ class Critic(ScoringNode):
     def __init__(
         self, policy: Policy, *, dtype: Dtype = "float32", token_budget: int = 8192, layout: Layout = "auto"
     ) -> None:
-        self.policy = policy
-        self.dtype: Dtype = dtype
-        self.token_budget = token_budget
-        self.layout: Layout = layout
+        super().__init__(policy, dtype=dtype, token_budget=token_budget, layout=layout)
         self.version = -1
         self._content = -1
         """The version whose tensors are loaded; older than `version` after an unchanged version."""
@@ -62,8 +56,6 @@ class Critic(ScoringNode):
         """Set as soon as weights have been loaded once."""
         self._model_in_use = asyncio.Lock()
         self._receiver: Receiver
-
-    # Declarations for the graph
 
     def facts(self) -> Facts:
         return Facts(
@@ -73,32 +65,9 @@ class Critic(ScoringNode):
             weights_dtype=self.dtype,
         )
 
-    def check(self, facts: Any) -> list[str]:
-        if self.token_budget < 1:
-            return [f"token_budget is {self.token_budget}; it needs at least the longest sample"]
-        return [*gpu_problems(self.gpus), *explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))]
-
-    def notes(self) -> list[str]:
-        return [layout_note(scoring_layout(self.policy, self.layout))]
-
-    def preflight(self) -> None:
-        check_model(self.policy)
-        if (model_dir := known_directory(self.policy)) is not None:
-            check_scalar(model_dir, trust_remote_code=self.policy.trust_remote_code)
-
-    # Lifecycle
-
     async def setup(self) -> None:
-        self._receiver = make_receiver(self.context.weight_routes, self._replica_name, self.context.run_id)
-        await self.blocking(self._build_network)
-
-    def _build_network(self) -> None:
-        """Build the network; the first weights message brings its parameter values."""
-        source = resolve(self.policy, progress=self.context.progress)
-        from flowrl.training.scoring_models import ModelLoad
-
-        trusted = self.policy.trust_remote_code
-        self.open_model(ModelLoad(source, "scalar", dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
+        self._receiver = make_receiver(self.context.weight_routes, self.replica_name, self.context.run_id)
+        await super().setup()  # the first weights message brings the values of the parameters
         self.context.progress("ready")
 
     async def run(self) -> None:
@@ -111,10 +80,6 @@ class Critic(ScoringNode):
         if hasattr(self, "_receiver"):
             self._receiver.close()
 
-    @property
-    def _replica_name(self) -> str:
-        return f"{self.name}/{self.context.replica}"
-
     # Weights
 
     async def _follow_weights(self) -> None:
@@ -124,7 +89,7 @@ class Critic(ScoringNode):
             self.weights.finish(manifest)
         if not self._first.is_set():
             raise FlowrlError(
-                f"{self._replica_name}: the weights edge ended before its first message; "
+                f"{self.replica_name}: the weights edge ended before its first message; "
                 "a trainer publishes its initial weights before its first batch"
             )
 
@@ -139,30 +104,27 @@ class Critic(ScoringNode):
             except SegmentLost:
                 return  # there is a newer manifest
         self.version, self._content = manifest.version, manifest.base_version
-        self.context.ledger.holds(self._replica_name, manifest.policy, manifest.version)
+        self.context.ledger.holds(self.replica_name, manifest.policy, manifest.version)
         self._first.set()
 
     def _load_version(self, manifest: Weights) -> None:
+        """Load the tensors, and check that the values of a few fixed sequences match the trainer's; blocking."""
         assert self.scoring is not None, "`setup` opens it"
         fetched = self._receiver.fetch_version(manifest)
         try:
             self.scoring.call_everywhere(load_published, fetched.update)
         finally:
             fetched.close()
-        if manifest.probe_logprobs:
-            self._check_probe(manifest)
-
-    def _check_probe(self, manifest: Weights) -> None:
-        """Check that the critic's values of a few fixed sequences match the trainer's."""
+        if not manifest.probe_logprobs:
+            return
         sequences = [np.array(tokens, np.int32) for tokens in manifest.probe_token_ids]
-        masks = [np.ones(len(tokens), np.bool_) for tokens in sequences]
-        found = self._values_of([*zip(sequences, masks, strict=True)])
+        found = self._values_of([(tokens, np.ones(len(tokens), np.bool_)) for tokens in sequences])
         difference = mean_mismatch(manifest, [values[1:].tolist() for values in found])
         self.context.gauge("value_mismatch", difference)
         dtype = coarser_dtype(manifest, self.dtype)
         if not difference <= TOLERANCE[dtype]:
             raise ProbeMismatch(
-                f"{self._replica_name} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "
+                f"{self.replica_name} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "
                 f"probe sequences differ from the trainer's by {difference:.4g} on average; with {dtype}, "
                 f"rounding explains up to {TOLERANCE[dtype]:g}. Give the Critic and its Trainer the same model "
                 "and dtype"

@@ -9,10 +9,6 @@ reference depends only on the sample, not on the order of scoring. That needs th
 samples in progress may have: 1 + ⌈staleness / n⌉ references in host memory, one of which is loaded in the model. A
 sample waits until the reference of its version has been made. This wait ends: the trainer has already published that
 version, and it continues when this node holds it.
-
-A `PreferenceReference` computes every logprob once before the first batch, then reads from disk. `setup` loads the
-model only if the cache of this model and this data does not exist yet, and frees it again: after training has started,
-trainer and reference never hold memory at the same time. Batches pass without a model, as fast as the file can be read.
 """
 
 from __future__ import annotations
@@ -20,37 +16,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flowrl.graph.node import Facts, Footprint, MemoryTerm, Node, Share
+from flowrl.graph.node import Facts, Footprint, MemoryTerm, Share
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Batch, Bool, Float32, Group, Int32, Sample, Trainable, Weights
+from flowrl.messages import Bool, Float32, Int32, Sample, Weights
 from flowrl.messages.episode import Episode
-from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
-from flowrl.models.model_layout import layout_note, scoring_layout
-from flowrl.models.tokens.vocabulary import untold_vocabulary, vocabulary_problem
-from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, open_scoring_model
-from flowrl.nodes.sources.demonstrations import batch_of_samples
-from flowrl.nodes.sources.preferences import Preferences, Renderer
-from flowrl.nodes.sources.row_checks import within_limit
-from flowrl.tasks import Row
-from flowrl.tasks.row_reading.rows_on_disk import asked_ids, lowest_asked
-from flowrl.training.layouts import explain_refused_tree
-from flowrl.training.model.trainable import check_policy
+from flowrl.models import Policy
+from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass
 from flowrl.training.settings import Dtype, Layout
 from flowrl.weights.receive import make_receiver
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from flowrl.models.references import ReferenceCache
-    from flowrl.training.scoring_models import ScoringModel
 
 
 class _Asked(NamedTuple):
@@ -75,8 +57,6 @@ class Reference(ScoringNode):
     this edge as well: `until=(generator.weights, reference.weights)`.
     """
 
-    cpus = 1
-
     rollouts: In[Sample]
     referenced: Out[Sample]
     weights: In[Weights]
@@ -93,17 +73,14 @@ class Reference(ScoringNode):
         refresh_every: int = 0,
         mixup: float = 1.0,
     ) -> None:
-        self.policy = policy
+        super().__init__(
+            policy, dtype=dtype, token_budget=token_budget, layout=layout, batch=batch, temperature=temperature
+        )
         self.refresh_every = refresh_every
         self.mixup = mixup
         self._kept: KeptReferences | None = None
         self._newest = asyncio.Condition()
-        self.temperature = temperature
-        self.dtype = dtype
-        self.token_budget = token_budget
-        self.batch = batch
-        self.layout: Layout = layout
-        self._pass = SharedPass(self._score_sequences)
+        self._pass = SharedPass(self, "reference", self._score_sequences)
 
     def facts(self) -> Facts:
         if not self.refresh_every:
@@ -133,44 +110,23 @@ class Reference(ScoringNode):
             problems.append(f"mixup is {self.mixup}; it has to be above 0, and at most 1")
         if self.weights.connected and not self.refresh_every:
             problems.append("it is sent weights that it never takes; give it refresh_every=, or remove that edge")
-        if self.temperature <= 0:
-            problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
-        for name in ("token_budget", "batch"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
-        problems += gpu_problems(self.gpus)
         if self.refresh_every and self.gpus > 1:
             problems.append(
                 f"refresh_every is {self.refresh_every}, and gpus {self.gpus:g}; the weights of a reference that is "
                 "sharded stay as they are, so give it one GPU, or no refresh_every"
             )
-        return problems + explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))
-
-    def notes(self) -> list[str]:
-        return [layout_note(scoring_layout(self.policy, self.layout))]
-
-    def preflight(self) -> None:
-        check_model(self.policy)
-        if (model_dir := known_directory(self.policy)) is not None:
-            check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
+        return [*problems, *super().check(facts)]
 
     async def setup(self) -> None:
-        await self.blocking(self._load_model)
+        await super().setup()
         if self.refresh_every:
-            self._receiver = make_receiver(self.context.weight_routes, self._replica_name, self.context.run_id)
+            self._receiver = make_receiver(self.context.weight_routes, self.replica_name, self.context.run_id)
             self._kept = await self.blocking(self._open_references)
-
-    def _load_model(self) -> None:
-        from flowrl.training.scoring_models import ModelLoad
-
-        source = resolve(self.policy, progress=self.context.progress)
-        trusted = self.policy.trust_remote_code
-        self.open_model(ModelLoad(source, dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
 
     def _open_references(self) -> KeptReferences:
         from flowrl.weights.receive import ModuleWeights
 
-        assert self.scoring is not None, "`_load_model` opens it"
+        assert self.scoring is not None, "`load_model` opens it"
         num = num_kept(self.refresh_every, self.context.max_staleness)
         network = self.scoring.model.network
         kept = KeptReferences(network, every=self.refresh_every, mixup=self.mixup, kept=num)
@@ -178,10 +134,6 @@ class Reference(ScoringNode):
             kept.restore_references(self._state_dir(self.context.resume_dir))
         self._published = ModuleWeights(dict(network.named_parameters()))
         return kept
-
-    @property
-    def _replica_name(self) -> str:
-        return f"{self.name}/{self.context.replica}"
 
     def _state_dir(self, path: str) -> Path:
         return Path(path) / f"{self.name}_state"
@@ -211,7 +163,7 @@ class Reference(ScoringNode):
                 self.context.metric("reference_refreshed", 1)
                 async with self._newest:
                     self._newest.notify_all()
-            self.context.ledger.holds(self._replica_name, manifest.policy, manifest.version)
+            self.context.ledger.holds(self.replica_name, manifest.policy, manifest.version)
             self.weights.finish(manifest)
 
     def _refresh_reference(self, kept: KeptReferences, manifest: Weights) -> None:
@@ -233,37 +185,25 @@ class Reference(ScoringNode):
         ref_logprobs = np.concatenate(await asyncio.gather(*map(self._pass.ask_model, asked)))
         await self.referenced.send(dataclasses.replace(sample, ref_logprobs=ref_logprobs))
 
-    async def _score_sequences(self, asked: list[_Asked]) -> Sequence[Float32]:
-        with self.context.busy("reference"):
-            return await self.blocking(self._logprobs_by_reference, asked)
-
-    def _logprobs_by_reference(self, asked: list[_Asked]) -> Sequence[Float32]:
-        """The logprobs of each sequence, under the reference of its sample's version."""
-        if self._kept is None:
-            return self._policy_logprobs(asked)
-        places: dict[int, list[int]] = defaultdict(list)
-        for place, one in enumerate(asked):
-            places[one.reference].append(place)
-        found: dict[int, Float32] = {}
-        for number, mine in sorted(places.items()):
-            used = self._kept.load_reference(number)
-            logprobs = self._policy_logprobs([asked[place] for place in mine])
-            found |= zip(mine, logprobs, strict=True)
-            for _ in mine:
-                self.context.gauge("reference_version", used)
-        return [found[place] for place in range(len(asked))]
-
-    def _policy_logprobs(self, sequences: Sequence[_Asked]) -> list[Float32]:
-        """log p of the policy tokens of each sequence, at their positions; 0 elsewhere."""
+    def _score_sequences(self, asked: list[_Asked]) -> list[Float32]:
+        """log p of the policy tokens of each sequence, at their positions (0 elsewhere), under its own reference."""
         from flowrl.training.model.row_layout import policy_places
         from flowrl.training.scoring_models import logprobs_of
 
-        asked = [number for number, one in enumerate(sequences) if policy_places(one.policy_mask).size]
-        results = [np.zeros(len(one.token_ids), np.float32) for one in sequences]
-        items = [(sequences[number].token_ids, sequences[number].policy_mask) for number in asked]
-        for number, logprobs in zip(asked, self.score_items(logprobs_of, items, self.temperature), strict=True):
-            results[number] = logprobs
-        return results
+        found = [np.zeros(len(one.token_ids), np.float32) for one in asked]
+        places: dict[int, list[int]] = defaultdict(list)
+        for place, one in enumerate(asked):
+            places[one.reference].append(place)
+        for number, mine in sorted(places.items()):
+            if self._kept is not None:
+                used = self._kept.load_reference(number)
+                for _ in mine:
+                    self.context.gauge("reference_version", used)
+            sampled = [place for place in mine if policy_places(asked[place].policy_mask).size]
+            items = [(asked[place].token_ids, asked[place].policy_mask) for place in sampled]
+            for place, logprobs in zip(sampled, self.score_items(logprobs_of, items, self.temperature), strict=True):
+                found[place] = logprobs
+        return found
 
 
 class EpisodeReference(Reference):
@@ -347,151 +287,3 @@ class KeptReferences:
         self._weights = dict(found)
         self._loaded = -1
         self.load_reference(self.newest_number)
-
-
-class PreferenceReference(Node):
-    """Adds `ref_logprobs` under `policy` (None: the data's) to preferences, mismatched completions included.
-
-    A different policy needs the same vocabulary as the data's, because it scores the same token ids.
-
-    Sends up to `num_held_out` held-out rows as one batch before everything else, to evaluate the trainer.
-    `token_budget` bounds the tokens of one pass, padding included. `layout` says whether prefixes that sequences share
-    are computed once, see `ZeroSettings`.
-    """
-
-    cpus = 1
-
-    groups: In[Group]
-    referenced: Out[Group]
-    held_out: Out[Batch]
-
-    def __init__(
-        self,
-        data: Preferences,
-        *,
-        policy: Policy | None = None,
-        dtype: Dtype = "float32",
-        token_budget: int = 8192,
-        num_held_out: int = 256,
-        layout: Layout = "auto",
-    ) -> None:
-        self.data = data
-        self.policy = policy or data.policy
-        self.dtype: Dtype = dtype
-        self.token_budget = token_budget
-        self.num_held_out = num_held_out
-        self.layout: Layout = layout
-
-    def facts(self) -> Facts:
-        return Facts(optional=("held_out",))
-
-    def check(self, facts: object) -> list[str]:
-        problem = vocabulary_problem(self.data.policy, self.policy)
-        problems = [problem] if problem else []
-        needed = self.data.group_size * self.data.max_tokens
-        if self.token_budget < needed:
-            problems.append(
-                f"token_budget is {self.token_budget}, but {self.data.group_size} conversation(s) of max_tokens = "
-                f"{self.data.max_tokens} that stay together can be {needed} tokens; raise it, or lower max_tokens"
-            )
-        if self.num_held_out < 0:
-            problems.append(f"num_held_out is {self.num_held_out}; it has to be 0 (none) or more")
-        problems += gpu_problems(self.gpus)
-        return problems + explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))
-
-    def notes(self) -> list[str]:
-        return [layout_note(scoring_layout(self.policy, self.layout))]
-
-    def preflight(self) -> None:
-        check_model(self.policy)
-        if (model_dir := known_directory(self.policy)) is not None:
-            check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
-        if untold_vocabulary(self.data.policy, self.policy):
-            require_same_vocabulary(self.data.policy, self.policy)
-
-    async def setup(self) -> None:
-        self._cache = await self.blocking(self._fill_cache)
-
-    def _fill_cache(self) -> ReferenceCache:
-        progress = self.context.progress
-        model_dir = resolve(self.policy, progress=progress)
-        from flowrl.models.references import reference_cache
-
-        chat, rows = self.data.open_chat(progress), self.data.read_rows()
-        parts = [
-            Renderer(self.data, chat, rows.train),
-            Renderer(self.data, chat, self._rows_to_judge_on(rows.held_out)),
-        ]
-        self._judged_on = parts[1]
-        return reference_cache(
-            model_dir,
-            (
-                sequence
-                for part in parts
-                for samples in part
-                if self.keeps_row(samples)
-                for sample in samples
-                for sequence in scored_sequences(sample)
-            ),
-            dtype=self.dtype,
-            open_model=partial(self._open_model, model_dir),
-            token_budget=self.token_budget,
-            progress=progress,
-        )
-
-    def keeps_row(self, samples: Sequence[Trainable]) -> bool:
-        """Whether the data keep the row of these samples."""
-        return within_limit(samples, self.data.max_tokens)
-
-    def _open_model(self, model_dir: str) -> ScoringModel:
-        import torch
-
-        from flowrl.training.model.policy_model import choose_attention
-        from flowrl.training.scoring_models import ModelLoad
-
-        torch.set_num_threads(max(1, len(self.context.cores)))
-        device = "cuda" if self.context.gpus else "cpu"
-        attention = choose_attention(None, torch.device(device), self.dtype)
-        trusted = self.policy.trust_remote_code
-        load = ModelLoad(model_dir, "lm", "policy", self.dtype, attention, trusted, self.layout)
-        return open_scoring_model(load, self.context.gpus, device, threads=len(self.context.cores))
-
-    def _rows_to_judge_on(self, held_out: Sequence[Row]) -> Sequence[Row]:
-        """The rows to evaluate on, independent of the order of the data; rows of one prompt are next to each other."""
-        rows = lowest_asked(held_out, self.num_held_out)
-        alike = self.data.kind == "labelled" and len({*asked_ids(rows)}) < 2
-        return () if alike else rows
-
-    async def run(self) -> None:
-        judged_on = await self.blocking(self._held_out_batch)
-        if judged_on.samples and self.held_out.live is not None:
-            await self.held_out.send(judged_on)
-        if self.held_out.live is not None:
-            self.held_out.close()
-        async for group in self.groups:
-            samples = tuple(self.referenced_sample(sample) for sample in group.samples)
-            await self.referenced.send(replace(group, samples=samples))
-
-    def _held_out_batch(self) -> Batch:
-        rows = [
-            samples
-            for samples in self._judged_on
-            if max(sample.pass_tokens for sample in samples) <= self.data.max_tokens
-        ]
-        samples = tuple(self.referenced_sample(sample) for row in rows for sample in row)
-        return batch_of_samples(samples, len(rows), self.token_budget)
-
-    def referenced_sample(self, sample: Trainable) -> Trainable:
-        """`sample`, and its mismatched completion if it has one, with their reference logprobs."""
-        other = sample.mismatched
-        if other is not None:
-            other = replace(other, ref_logprobs=self._cache.read_logprobs(other.token_ids, other.mask))
-        ref_logprobs = self._cache.read_logprobs(sample.token_ids, sample.policy_mask)
-        return replace(sample, ref_logprobs=ref_logprobs, mismatched=other)
-
-
-def scored_sequences(sample: Trainable) -> Iterator[tuple[Int32, Bool]]:
-    """The sequences of which a sample of preference data needs reference logprobs."""
-    yield sample.token_ids, sample.policy_mask
-    if sample.mismatched is not None:
-        yield sample.mismatched.token_ids, sample.mismatched.mask

@@ -8,10 +8,7 @@ ends the run (`FailingRewards`).
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 from flowrl.errors import SampleFailed
@@ -19,9 +16,10 @@ from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.scoring.reward_functions import FailingRewards, RewardFunctions
+from flowrl.nodes.scoring.shaping import Shaping, add_reward
 from flowrl.tasks import Task, reward_parts
 from flowrl.tasks.reward_calls.http import AWAY_S
-from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
+from flowrl.tasks.reward_calls.judge import BadReward
 from flowrl.tasks.rewards import adapted_text, names_model, samples_at_once
 
 
@@ -107,78 +105,11 @@ class Reward(Node):
             self._failing.note_failed(self.context, bad.reason, str(bad))
             raise SampleFailed(bad.reason) from bad
         self._failing.note_scored()
-        scored = self.scored_sample(sample, verdicts)
-        self.context.ledger.scored(scored)
-        await self.scored.send(scored)
-
-    def scored_sample(self, sample: Sample, verdicts: Verdicts) -> Scored:
-        """`sample` with the shaped reward, which is trained on, and the verdict before shaping."""
+        # The shaped reward is trained on; the raw reward is the verdict before shaping.
         parts = {name: values[0] for name, values in verdicts.logs.items()}
         reward = self.shaping.shape_reward(
             verdicts.rewards[0], parts, num_tokens=sample.response_tokens, truncated=sample.truncated
         )
-        fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
-        return Scored(**fields, reward=reward, raw_reward=verdicts.scores[0], reward_parts=parts, scored_s=time.time())
-
-
-@dataclass(frozen=True)
-class Overlong:
-    """−`factor`·clip((length − (`max_tokens` − `buffer`)) / `buffer`, 0, 1), in policy tokens."""
-
-    max_tokens: int
-    buffer: int
-    factor: float = 1.0
-
-    def length_penalty(self, num_tokens: int) -> float:
-        """The value added to the reward of a response of that length; never above 0."""
-        over = (num_tokens - (self.max_tokens - self.buffer)) / self.buffer
-        return -self.factor * min(max(over, 0.0), 1.0)
-
-
-@dataclass(frozen=True)
-class Shaping:
-    """Steps between verdict and reward, in a fixed order; the default changes nothing.
-
-    Weighted sum of named parts, stop penalty, overlong penalty (DAPO, arXiv 2503.14476), clip, sign.
-    """
-
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the named parts (a reward's `logs`) that are added to the reward itself."""
-    stop_penalty: float | None = None
-    """For truncated responses: a value in [0, 1] scales the reward, a value below 0 replaces it."""
-    overlong: Overlong | None = None
-    clip: tuple[float, float] | None = None
-    negate: bool = False
-    """A control experiment: the sign of the shaped reward is inverted, so that training makes the policy worse."""
-
-    def find_problems(self) -> list[str]:
-        """Problems of these settings, as complete sentences."""
-        found = []
-        if self.stop_penalty is not None and self.stop_penalty > 1:
-            found.append(f"shaping.stop_penalty is {self.stop_penalty}; it has to be in [0, 1], or below 0")
-        if self.overlong is not None and self.overlong.buffer < 1:
-            found.append(f"shaping.overlong.buffer is {self.overlong.buffer}; it needs at least 1 token")
-        if self.clip is not None and self.clip[0] > self.clip[1]:
-            found.append(f"shaping.clip is {self.clip}; the lower bound has to come first")
-        return found
-
-    def shape_reward(self, reward: float, parts: Mapping[str, float], *, num_tokens: int, truncated: bool) -> float:
-        """The reward used for training."""
-        reward += sum(weight * parts.get(name, 0.0) for name, weight in self.weights.items())
-        if truncated and self.stop_penalty is not None:
-            reward = reward * self.stop_penalty if self.stop_penalty >= 0 else self.stop_penalty
-        if self.overlong is not None:
-            reward += self.overlong.length_penalty(num_tokens)
-        if self.clip is not None:
-            reward = min(max(reward, self.clip[0]), self.clip[1])
-        return -reward if self.negate else reward
-
-    def rewards_by_turn(self, rewards: Sequence[float], shaped: float) -> list[float]:
-        """The rewards of an episode's turns, whose sum is the `shaped` reward.
-
-        With `negate`, the sign of each reward is inverted. All other changes by shaping are added to the last turn.
-        """
-        found = [-reward if self.negate else reward for reward in rewards]
-        if found:
-            found[-1] += shaped - sum(found)
-        return found
+        scored = add_reward(sample, reward=reward, raw_reward=verdicts.scores[0], reward_parts=parts)
+        self.context.ledger.scored(scored)
+        await self.scored.send(scored)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,19 +66,9 @@ class RewardFunctions:
         return adapted_text(self.parts)
 
     async def _try_reward(self, row: Row) -> None:
-        client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
         columns = {**row.columns, **asked_columns(self.parts, self._task, row)}
-        try:
-            verdicts = await client.ask([row.prompt], [row.answer or ""], [columns])
-            self._check_weights(verdicts)
-        except BadReward as bad:
-            remedy = "start the server, or fix its answer" if uses_http(self.parts) else FIX_FUNCTION
-            raise ConfigError(f"the trial reward failed: {bad}; {remedy}") from bad
-        finally:
-            await client.close()
-
-    def _check_weights(self, verdicts: Verdicts) -> None:
-        """Raise ConfigError if a weight names something that is no head of the reward."""
+        remedy = "start the server, or fix its answer" if uses_http(self.parts) else FIX_FUNCTION
+        verdicts = await self._ask_on_trial("reward", row.prompt, row.answer or "", columns, remedy)
         heads = set(verdicts.heads)
         if is_sum(self.parts):  # a sum's heads are its parts, and PART/HEAD for parts that have heads
             places = [f"{part.name}/" for part in self.parts]
@@ -89,6 +79,18 @@ class RewardFunctions:
                 f"{'the heads ' + ', '.join(sorted(heads)) if heads else 'one value and no heads'}; a function has "
                 "heads if it returns a number under each name"
             )
+
+    async def _ask_on_trial(
+        self, what: str, prompt: str, response: str, columns: Mapping[str, Any], remedy: str
+    ) -> Verdicts:
+        """The verdict about one response, before the run. Raises ConfigError if there is none."""
+        client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
+        try:
+            return await client.ask([prompt], [response], [columns])
+        except BadReward as bad:
+            raise ConfigError(f"the trial {what} failed: {bad}; {remedy}") from bad
+        finally:
+            await client.close()
 
     def open_client(self, context: Context) -> None:
         """Load the functions; heavy. The node of `context` waits for the verdicts. Raises ConfigError."""
@@ -101,12 +103,15 @@ class RewardFunctions:
             patience=Patience(self._away_s, context.outside, context.progress),
         )
 
+    def columns_of(self, sample: Sample) -> dict[str, Any]:
+        """What the reward gets of a sample's row."""
+        row = None if self._known is None else self._known.get(sample.prompt_id)
+        return {**sample.columns, **(asked_columns(self.parts, self._task, row) if row is not None else {})}
+
     async def score_sample(self, sample: Sample) -> Verdicts:
         """The verdict about one sample. Raises BadReward, or ServersAway, which ends the run."""
         assert self._client is not None, "`open_client` comes first"
-        row = None if self._known is None else self._known.get(sample.prompt_id)
-        columns = {**sample.columns, **(asked_columns(self.parts, self._task, row) if row is not None else {})}
-        return await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
+        return await self._client.ask([sample.prompt_text], [sample.response_text], [self.columns_of(sample)])
 
     async def close(self) -> None:
         if self._client is not None:
@@ -117,7 +122,7 @@ COMPARED_S = 60.0
 """Default time limit for comparing all answers to one prompt."""
 
 
-class Comparisons:
+class Comparisons(RewardFunctions):
     """Ranks the answers to one prompt by comparing them with each other, two at a time.
 
     Each pair of answers is asked about once; which of the two comes first alternates, so that a preference for the
@@ -131,19 +136,13 @@ class Comparisons:
     """
 
     def __init__(self, text: str, task: Task, *, timeout_s: float = COMPARED_S, away_s: float = AWAY_S) -> None:
-        self.parts: tuple[Part, ...] = parse_reward(text)
+        super().__init__(task, parse_reward(text), timeout_s=timeout_s, processes=None, away_s=away_s)
         for part in self.parts:
             if part.place in (VERIFIER, MODEL):
                 raise ConfigError(
                     f"--prefer names {part.place}, which scores one answer; a comparison of two is a function "
                     "(prompts, firsts, seconds), as FILE.py:FUNCTION, or a server"
                 )
-        self._task = task
-        self._known: KnownRows | None = None
-        """The rows of the task, if the reward gets more of a row than its columns."""
-        self._timeout_s = timeout_s
-        self._away_s = away_s
-        self._client: RewardClient | None = None
 
     def preflight(self) -> None:
         """Load the function, and compare two answers to the first row. Raises ConfigError."""
@@ -156,25 +155,9 @@ class Comparisons:
         asyncio.run(self._try_comparison(row))
 
     async def _try_comparison(self, row: Row) -> None:
-        client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
         answer, columns = row.answer or "", {**row.columns, **asked_columns(self.parts, self._task, row)}
-        try:
-            await client.ask([row.prompt], [answer], [{**columns, SECOND: f"{answer} "}])
-        except BadReward as bad:
-            raise ConfigError(f"the trial comparison failed: {bad}; fix the function, or start the server") from bad
-        finally:
-            await client.close()
-
-    def open_client(self, context: Context) -> None:
-        """Load the function; heavy. The node of `context` waits for the comparisons."""
-        check_reward(self.parts, ())
-        self._known = KnownRows(self._task) if needs_rows(self.parts) else None
-        patience = Patience(self._away_s, context.outside, context.progress)
-        self._client = open_reward(self.parts, timeout_s=self._timeout_s, patience=patience)
-
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        remedy = "fix the function, or start the server"
+        await self._ask_on_trial("comparison", row.prompt, answer, {**columns, SECOND: f"{answer} "}, remedy)
 
     async def shares_won(self, samples: Sequence[Sample]) -> list[float]:
         """The share of comparisons that each sample wins. Raises BadReward, or ServersAway, which ends the run."""
@@ -182,11 +165,7 @@ class Comparisons:
         if len(samples) < 2:
             return [0.0] * len(samples)
         pairs = [(a, b) if (a + b) % 2 else (b, a) for a, b in itertools.combinations(range(len(samples)), 2)]
-        columns: list[dict[str, Any]] = []
-        for sample in samples:
-            row = None if self._known is None else self._known.get(sample.prompt_id)
-            own = {} if row is None else asked_columns(self.parts, self._task, row)
-            columns.append({**sample.columns, **own})
+        columns = [self.columns_of(sample) for sample in samples]
         verdicts = await self._client.ask(
             [samples[first].prompt_text for first, _ in pairs],
             [samples[first].response_text for first, _ in pairs],

@@ -15,37 +15,32 @@ sample waits: they take no tickets and are not in the ledger.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from flowrl.errors import ConfigError, SampleFailed
 from flowrl.graph.node import Facts
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.messages import Bool, Int32, Message, Sample, Scored
 from flowrl.models import Policy, check_model, resolve, tokenizer_of
-from flowrl.models.model_layout import layout_note, scoring_layout
 from flowrl.models.tokens.chat import Unrendered
 from flowrl.models.tokens.text_tokens import separator_of, split_steps, step_tokens
 from flowrl.models.tokens.tool_form import uses_tools
-from flowrl.nodes.scoring.reward import Shaping
 from flowrl.nodes.scoring.reward_functions import FailingRewards, RewardFunctions
-from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems
+from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass
+from flowrl.nodes.scoring.shaping import Shaping, add_reward
 from flowrl.tasks import KnownRows, Row, Task, parts_of
 from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import MODEL, beside_model, named_parts
-from flowrl.training.layouts import explain_refused_tree
 from flowrl.training.settings import Dtype, Layout
 
 if TYPE_CHECKING:
     from flowrl.models.scorer import Scorer
 
 
-T = TypeVar("T")
 NOT_FINITE = "the model's score is not a finite number"
 TRIED_ROWS = 8
 """Number of rows that have to render identically before two templates count as equal."""
@@ -63,8 +58,6 @@ class RewardModel(ScoringNode):
 
     `requests` serves the scores of held-out answers to the rows of any task with the same system prompt.
     """
-
-    cpus = 1
 
     rollouts: In[Sample]
     scored: Out[Scored]
@@ -87,61 +80,51 @@ class RewardModel(ScoringNode):
         concurrency: int | None = None,
         away_s: float = AWAY_S,
     ) -> None:
+        super().__init__(policy, dtype=dtype, token_budget=token_budget, layout=layout, batch=batch)
         self.model = model
         self.label = label
-        self.policy = policy
         self.task = task
         self.normalise = normalise
         self.shaping = shaping or Shaping()
-        self.batch = batch
-        self.dtype = dtype
         self.weight, others = beside_model(parts_of(task, task.verifier))
         self._functions: RewardFunctions | None = None
         if others:
             self._functions = RewardFunctions(task, others, timeout_s=timeout_s, processes=concurrency, away_s=away_s)
-        self.token_budget = token_budget
-        self.layout: Layout = layout
         self._failing = FailingRewards()
         self._scorer: Scorer
-        self._same_tokens = False
-        self._pass = SharedPass(self._score_all)
+        self.reads_text = False
+        """Whether the model reads the row and the response as text, not the sample's own tokens."""
+        self._pass: SharedPass[Any, Sequence[float]] = SharedPass(self, "score", self._score_tokens)
 
     def facts(self) -> Facts:
         return Facts(drops=True, concurrency=self.batch, optional=("requests",))
 
     def check(self, facts: Any) -> list[str]:
-        problems = [*self.shaping.find_problems(), *gpu_problems(self.gpus)]
-        if not self.model:
-            problems.append("its model is empty; name the directory of a reward model, as graphs/reward_model.py makes")
-        for name in ("batch", "token_budget"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        problems = self.shaping.find_problems()
         if self.model:
-            problems += explain_refused_tree(self.layout, scoring_layout(self.reward_policy, self.layout))
-        return problems
-
-    def notes(self) -> list[str]:
-        return [layout_note(scoring_layout(self.reward_policy, self.layout))]
+            return [*problems, *super().check(facts)]
+        missing = "its model is empty; name the directory of a reward model, as graphs/reward_model.py makes"
+        return [*problems, *self.number_problems(), missing]
 
     def preflight(self) -> str | None:
         from flowrl.models.scorer import check_reward_model
 
-        if self.reward_policy.built_in:
+        if self.scored_by.built_in:
             raise ConfigError(
                 f"{self.model} is no reward model; train one with graphs/reward_model.py and name it here"
             )
-        check_model(self.reward_policy)
-        trusted = self.reward_policy.trust_remote_code
-        check_reward_model(resolve(self.reward_policy), trust_remote_code=trusted, label=self.label)
+        check_model(self.scored_by)
+        trusted = self.scored_by.trust_remote_code
+        check_reward_model(resolve(self.scored_by), trust_remote_code=trusted, label=self.label)
         return None if self._functions is None else self._functions.preflight()
 
     @property
-    def reward_policy(self) -> Policy:
+    def scored_by(self) -> Policy:
         """The reward model as a policy; its remote code is trusted if the policy's is."""
         return self.policy.with_model(self.model)
 
     async def setup(self) -> None:
-        await self.blocking(self._load_model)
+        await super().setup()
         if self._functions is not None:
             await self.blocking(self._functions.open_client, self.context)
 
@@ -150,14 +133,12 @@ class RewardModel(ScoringNode):
         if self._functions is not None:
             await self._functions.close()
 
-    def _load_model(self) -> None:
+    def load_model(self) -> None:
         from flowrl.models.scorer import Scorer, labels_of, scorer_load
         from flowrl.models.tokens.chat import load_tokenizer
 
-        path, trusted = (
-            resolve(self.reward_policy, progress=self.context.progress),
-            self.reward_policy.trust_remote_code,
-        )
+        trusted = self.scored_by.trust_remote_code
+        path = resolve(self.scored_by, progress=self.context.progress)
         model = self.open_model(scorer_load(path, self.dtype, trust_remote_code=trusted, layout=self.layout))
         tokenizer = load_tokenizer(path, trust_remote_code=trusted)
         self._scorer = Scorer(
@@ -170,13 +151,9 @@ class RewardModel(ScoringNode):
         self._known = KnownRows(self.task)
         theirs = tokenizer_of(self.policy, progress=self.context.progress)
         some = [list(row.turns) for row in self._known.of_prompts(TRIED_ROWS) if not uses_tools(row.turns, ())]
-        self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
-        if not self._same_tokens:
+        if not renders_alike(theirs, self._scorer.chat.tokenizer, some):
+            self.reads_text = True
             self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")
-
-    @property
-    def scored_by(self) -> Policy:
-        return Policy(self.model)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -207,49 +184,42 @@ class RewardModel(ScoringNode):
         score, more = await self.model_score(asked, later=True)
         return ModelScore(score, self.reward_of_score(score), more)
 
-    async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
-        """The model's score, and further parts to be logged. Raises SampleFailed if a score is not finite, or if the
-        model's template does not render the response."""
-        labels = await self._pass.ask_model(self.render_question(self.scored_ids, asked), later=later)
-        require_finite(labels)
-        more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(labels).items()}
-        return self._scorer.sum_labels(labels), more
-
-    async def _score_all(self, token_ids: list[Int32]) -> Sequence[tuple[float, ...]]:
-        with self.context.busy("score"):
-            return await self.blocking(self._scorer.label_scores, token_ids)
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether the model reads the row and the response as text, not the sample's own tokens."""
-        return not self._same_tokens
-
     def question_of(self, sample: Sample) -> ScoreQuestion:
         """The question to the model about a training sample."""
-        return score_question(sample, self.row_of(sample) if self.reads_text else None)
-
-    def scored_ids(self, asked: ScoreQuestion) -> Int32:
-        """The token ids that the reward model reads."""
         if not self.reads_text:
-            return self._scorer.chat.close_response(asked.token_ids)
-        return self._scorer.render_ids(asked.turns, asked.response, tools=asked.tools)
-
-    def render_question(self, render: Callable[[ScoreQuestion], T], asked: ScoreQuestion) -> T:
-        """What `render` makes of the question. Raises SampleFailed where the model's template renders no such response:
-        what a policy samples ends no run."""
-        try:
-            return render(asked)
-        except Unrendered as problem:
-            raise SampleFailed("reward_unrendered") from problem
-
-    def row_of(self, sample: Sample) -> Row:
-        """The row of the sample's prompt."""
-        row = self._known.get(sample.prompt_id)
-        if row is None:
+            return score_question(sample, None)
+        if (row := self._known.get(sample.prompt_id)) is None:
             raise ConfigError(
                 f"task {self.task.name!r} has no row for the prompt {sample.prompt_text[:60]!r} of a sample"
             )
-        return row
+        return score_question(sample, row)
+
+    async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
+        """The model's score, and further parts to be logged. Raises SampleFailed if a score is not finite, or if the
+        model's template does not render the response: what a policy samples ends no run."""
+        try:
+            tokens = self.read_tokens(asked)
+        except Unrendered as problem:
+            raise SampleFailed("reward_unrendered") from problem
+        scores = await self._pass.ask_model(tokens, later=later)
+        if not all(map(math.isfinite, scores)):
+            raise SampleFailed("reward_not_finite")
+        return self.sum_scores(scores)
+
+    def read_tokens(self, asked: ScoreQuestion) -> Any:
+        """What the model reads: the token ids of prompt and response."""
+        if self.reads_text:
+            return self._scorer.render_ids(asked.turns, asked.response, tools=asked.tools)
+        return self._scorer.chat.close_response(asked.token_ids)
+
+    def _score_tokens(self, asked: list[Any]) -> Sequence[Sequence[float]]:
+        """The score of each label; blocking."""
+        return self._scorer.label_scores(asked)
+
+    def sum_scores(self, scores: Sequence[float]) -> tuple[float, dict[str, float]]:
+        """The score of a response, and the parts that are logged."""
+        more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(scores).items()}
+        return self._scorer.sum_labels(scores), more
 
     def reward_of_score(self, score: float) -> float:
         """The model's score as it enters a reward: normalised, or unchanged."""
@@ -268,14 +238,7 @@ class RewardModel(ScoringNode):
             summed, raw = summed + beside.rewards[0], raw + beside.scores[0]
             parts |= named_parts(self._functions.parts, beside)
         shaped = self.shaping.shape_reward(summed, parts, num_tokens=sample.response_tokens, truncated=sample.truncated)
-        fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
-        return Scored(**fields, reward=shaped, raw_reward=raw, reward_parts=parts, scored_s=time.time())
-
-
-def require_finite(scores: Sequence[float]) -> None:
-    """Raise SampleFailed if one of the scores is not finite."""
-    if not all(map(math.isfinite, scores)):
-        raise SampleFailed("reward_not_finite")
+        return add_reward(sample, reward=shaped, raw_reward=raw, reward_parts=parts)
 
 
 def renders_alike(policy: Any, reward_model: Any, conversations: list[list[Any]]) -> bool:
@@ -313,7 +276,7 @@ class ProcessReward(RewardModel):
         super().__init__(model, policy, task, **options)
         self.separator = separator_of(separator)
         self.of_steps: OfSteps = of_steps
-        self._steps: SharedPass[tuple[Int32, Bool], Sequence[float]] = SharedPass(self._score_steps)
+        self.reads_text = True
 
     def check(self, facts: Any) -> list[str]:
         problems = super().check(facts)
@@ -323,24 +286,17 @@ class ProcessReward(RewardModel):
             problems.append("normalise is set, but the scores of steps are probabilities; leave it out")
         return problems
 
-    @property
-    def reads_text(self) -> bool:
-        return True
-
-    async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
-        scores = await self._steps.ask_model(self.render_question(self.step_tokens, asked), later=later)
-        require_finite(scores)
-        parts = {"steps": float(len(scores))} | {f"step_{n}": score for n, score in enumerate(scores[:MOST_LOGGED])}
-        return reward_of_steps(scores, self.of_steps), parts
-
-    def step_tokens(self, asked: ScoreQuestion) -> tuple[Int32, Bool]:
+    def read_tokens(self, asked: ScoreQuestion) -> tuple[Int32, Bool]:
         """The tokens that the model reads, and a mask of the positions with the steps' scores."""
         steps = split_steps(asked.response, self.separator)
         return step_tokens(self._scorer.chat.with_tools(asked.tools), asked.turns, steps, self.separator)
 
-    async def _score_steps(self, asked: list[tuple[Int32, Bool]]) -> Sequence[Sequence[float]]:
-        with self.context.busy("score"):
-            return await self.blocking(self._scorer.step_scores, asked)
+    def _score_tokens(self, asked: list[Any]) -> Sequence[Sequence[float]]:
+        return self._scorer.step_scores(asked)
+
+    def sum_scores(self, scores: Sequence[float]) -> tuple[float, dict[str, float]]:
+        parts = {"steps": float(len(scores))} | {f"step_{n}": score for n, score in enumerate(scores[:MOST_LOGGED])}
+        return reward_of_steps(scores, self.of_steps), parts
 
 
 def reward_of_steps(scores: Sequence[float], of_steps: OfSteps) -> float:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.messages import Bool, Int32
 from flowrl.models import Policy, check_model, resolve
-from flowrl.models.tokens.chat import Messages, Unrendered
+from flowrl.models.tokens.chat import Unrendered
 from flowrl.models.tokens.text_tokens import separator_of, split_steps, step_tokens
 from flowrl.nodes.scoring.reward_model import OfSteps, reward_of_steps
 from flowrl.runtime.telemetry.standard_streams import print_text
@@ -77,16 +76,37 @@ class ServeOptions:
 
 
 class AskModel:
-    """Scores with a reward model, one request at a time, off the event loop."""
+    """Scores with a reward model, one request at a time, off the event loop.
 
-    def __init__(self, scorer: Scorer) -> None:
+    With a `separator` the model is a process reward model: the steps of a response are scored, and the logs have their
+    number.
+    """
+
+    def __init__(self, scorer: Scorer, *, separator: str = "", of_steps: OfSteps = "min") -> None:
         self._scorer = scorer
+        self._separator = separator_of(separator) if separator else ""
+        self._of_steps: OfSteps = of_steps
         self._exclusive = asyncio.Lock()
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
-        asked = asked_conversations(prompts, responses, columns)
-        async with self._exclusive:
-            found = await asyncio.to_thread(_score_rendered, self._scorer.score_labels, asked)
+        # The turns of a prompt are the `messages` of its row, if it has them.
+        turns = [
+            row.get("messages") or [{"role": "user", "content": prompt}]
+            for prompt, row in zip(prompts, columns, strict=True)
+        ]
+        asked = [*zip(turns, responses, strict=True)]
+        try:
+            if self._separator:
+                chat, mark = self._scorer.chat, self._separator
+                tokens = [step_tokens(chat, before, split_steps(response, mark), mark) for before, response in asked]
+                async with self._exclusive:
+                    steps = await asyncio.to_thread(self._scorer.step_scores, tokens)
+                rewards = tuple(reward_of_steps(scores, self._of_steps) for scores in steps)
+                return Verdicts(rewards, rewards, {"steps": tuple(float(len(scores)) for scores in steps)})
+            async with self._exclusive:
+                found = await asyncio.to_thread(self._scorer.score_labels, asked)
+        except Unrendered as problem:
+            raise BadReward("reward_unrendered", f"a response cannot be scored: {problem}") from problem
         scores = tuple(map(self._scorer.sum_labels, found))
         if len(self._scorer.labels) == 1:
             return Verdicts(scores, scores)
@@ -94,44 +114,6 @@ class AskModel:
         return Verdicts(scores, scores, logs, self._scorer.labels)
 
     async def close(self) -> None: ...
-
-
-class AskSteps(AskModel):
-    """Scores the steps of a response with a process reward model; the logs have the number of steps."""
-
-    def __init__(self, scorer: Scorer, separator: str, of_steps: OfSteps) -> None:
-        super().__init__(scorer)
-        self._separator = separator_of(separator)
-        self._of_steps: OfSteps = of_steps
-
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
-        asked = _score_rendered(self._step_tokens, asked_conversations(prompts, responses, columns))
-        async with self._exclusive:
-            found = await asyncio.to_thread(self._scorer.step_scores, asked)
-        rewards = tuple(reward_of_steps(scores, self._of_steps) for scores in found)
-        return Verdicts(rewards, rewards, {"steps": tuple(float(len(scores)) for scores in found)})
-
-    def _step_tokens(self, asked: Sequence[tuple[Messages, str]]) -> list[tuple[Int32, Bool]]:
-        chat, separator = self._scorer.chat, self._separator
-        return [step_tokens(chat, turns, split_steps(response, separator), separator) for turns, response in asked]
-
-
-def _score_rendered(score: Callable[[A], T], asked: A) -> T:
-    """What `score` makes of the responses. Raises BadReward if the model's template does not render one of them."""
-    try:
-        return score(asked)
-    except Unrendered as problem:
-        raise BadReward("reward_unrendered", f"a response cannot be scored: {problem}") from problem
-
-
-def asked_conversations(
-    prompts: Sequence[str], responses: Sequence[str], columns: RowColumns
-) -> list[tuple[Sequence[Mapping[str, Any]], str]]:
-    """The turns of each prompt, with the response. They are the `messages` of the prompt's row, if it has them."""
-    return [
-        (row.get("messages") or [{"role": "user", "content": prompt}], response)
-        for prompt, response, row in zip(prompts, responses, columns, strict=True)
-    ]
 
 
 class WeighedAnswers:
@@ -173,9 +155,7 @@ def open_scorer(what: str, options: ServeOptions) -> RewardClient:
         trusted, label = model.trust_remote_code, options.label
         check_reward_model(path, trust_remote_code=trusted, label=label, option="--label")
         scorer = load_scorer(path, options.device, options.dtype, trust_remote_code=trusted, label=label)
-        if options.step_separator:
-            return AskSteps(scorer, options.step_separator, options.of_steps)
-        return AskModel(scorer)
+        return AskModel(scorer, separator=options.step_separator, of_steps=options.of_steps)
     if ":" not in what and not what.endswith(".py"):
         raise ConfigError(
             f"{what!r} is neither a directory of a reward model, nor a name on the Hub, nor a function; name one "

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
+from dataclasses import replace
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
-from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
-from flowrl.models.model_layout import layout_note, scoring_layout
+from flowrl.models import Policy, require_same_vocabulary
 from flowrl.models.tokens.vocabulary import untold_vocabulary, vocabulary_problem
-from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, require_one_sequence
+from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, require_one_sequence
+from flowrl.nodes.scoring.shaping import add_reward
 from flowrl.training.advantages import Array, distillation_advantages, make_trainable
-from flowrl.training.layouts import explain_refused_tree
-from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype, Layout
 
 Judgement = tuple[Float32, Float32]
@@ -35,8 +32,6 @@ class Teacher(ScoringNode):
     `ZeroSettings`.
     """
 
-    cpus = 1
-
     rollouts: In[Sample]
     scored: Out[Scored]
 
@@ -52,49 +47,25 @@ class Teacher(ScoringNode):
         batch: int = 64,
         layout: Layout = "auto",
     ) -> None:
-        self.policy = policy
+        super().__init__(
+            policy, dtype=dtype, token_budget=token_budget, layout=layout, batch=batch, temperature=temperature
+        )
         self.student = student
-        self.temperature = temperature
-        self.dtype: Dtype = dtype
         self.exact = exact
-        self.token_budget = token_budget
-        self.batch = batch
-        self.layout: Layout = layout
-        self._pass = SharedPass(self._judge_samples)
+        self._pass = SharedPass(self, "teach", self._judge_samples)
 
     def facts(self) -> Facts:
         return Facts(concurrency=self.batch)
 
     def check(self, facts: Any) -> list[str]:
         problem = vocabulary_problem(self.student, self.policy)
-        problems = [problem] if problem else []
-        if self.temperature <= 0:
-            problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
-        for name in ("token_budget", "batch"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
-        problems += gpu_problems(self.gpus)
-        return problems + explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))
+        return [*([problem] if problem else []), *super().check(facts)]
 
-    def notes(self) -> list[str]:
-        return [layout_note(scoring_layout(self.policy, self.layout))]
-
-    def preflight(self) -> None:
-        check_model(self.policy)
-        if (model_dir := known_directory(self.policy)) is not None:
-            check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
+    def preflight(self) -> str | None:
+        said = super().preflight()
         if untold_vocabulary(self.student, self.policy):
             require_same_vocabulary(self.student, self.policy)
-
-    async def setup(self) -> None:
-        await self.blocking(self._load_model)
-
-    def _load_model(self) -> None:
-        from flowrl.training.scoring_models import ModelLoad
-
-        source = resolve(self.policy, progress=self.context.progress)
-        trusted = self.policy.trust_remote_code
-        self.open_model(ModelLoad(source, dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
+        return said
 
     async def run(self) -> None:
         await self.rollouts.each(self._score_sample, concurrency=self.batch)
@@ -106,12 +77,11 @@ class Teacher(ScoringNode):
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
 
-    async def _judge_samples(self, samples: list[Sample]) -> list[Judgement]:
+    def _judge_samples(self, samples: list[Sample]) -> list[Judgement]:
         from flowrl.training.scoring_models import judgements_of
 
         items = [(sample.token_ids, sample.policy_mask) for sample in samples]
-        with self.context.busy("teach"):
-            return await self.blocking(self.score_items, judgements_of, items, self.temperature)
+        return self.score_items(judgements_of, items, self.temperature)
 
 
 class TeacherAdvantage(Node):
@@ -156,6 +126,5 @@ def scored_by_teacher(sample: Sample, teacher_logprobs: Float32, hidden: Float32
     """`sample` with the teacher's logprobs, and their mean distance from the behavior policy's as its reward."""
     gap_T = distillation_advantages(teacher_logprobs, sample.behavior_logprobs, sample.policy_mask)
     reward = float(gap_T.sum()) / max(1, sample.response_tokens)
-    fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
-    fields |= {"teacher_logprobs": teacher_logprobs, "teacher_hidden": hidden}
-    return Scored(**fields, reward=reward, raw_reward=reward, scored_s=time.time())
+    taught = replace(sample, teacher_logprobs=teacher_logprobs, teacher_hidden=hidden)
+    return add_reward(taught, reward=reward, raw_reward=reward)

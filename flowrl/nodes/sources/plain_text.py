@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, overload
 
 import numpy as np
@@ -18,7 +18,7 @@ from flowrl.messages import Group, Int32, Prompt, Trainable
 from flowrl.models import Policy, check_model, ignore_progress, tokenizer_of
 from flowrl.models.token_store import HeldTokens, TokenFile, TokenStore
 from flowrl.models.tokens.text_tokens import split_pieces, text_tokens
-from flowrl.nodes.sources.demonstrations import given_sample
+from flowrl.nodes.sources.given_rows import given_sample
 from flowrl.nodes.sources.row_source import PromptSource, RowPart
 from flowrl.tasks import Row, Rows, Task, load_texts
 from flowrl.tasks.row_reading.rows_on_disk import IndexedRows, Ints, hex_digests, lowest_rows
@@ -61,24 +61,22 @@ class Texts:
 class TextSource(PromptSource):
     """Sends every sequence of `texts` as a prompt; the prompt's tokens are those of the sequence."""
 
+    prompts_alone = False
+
     def __init__(self, texts: Texts, *, epochs: int | None = None) -> None:
         super().__init__(texts.task, texts.policy, epochs=epochs, max_prompt_tokens=texts.max_tokens, part=texts.part)
         self.texts = texts
-
-    def facts(self) -> Facts:
-        return replace(super().facts(), longest_prompt=None)
 
     def preflight(self) -> str | None:
         check_model(self.policy)
         self.texts.read_texts()
         return None
 
-    def read(self) -> Rows:
+    def read_rows(self) -> Rows:
         return self.texts.read_texts()
 
     def rows(self) -> TextPieces:  # type: ignore[override]
-        found = self.read()
-        self._num_texts = len(rows := self.chosen_rows(found.train, found.held_out))
+        self._num_texts = len(rows := self.part_rows(self.read_rows()))
         self._pieces = self.texts.cut_sequences(rows)
         return self._pieces
 
@@ -100,6 +98,9 @@ class TextDataset(Node):
 
     prompts: In[Prompt]
     groups: Out[Group]
+
+    option = "max_tokens"
+    group_size = 1
 
     def __init__(self, texts: Texts) -> None:
         self.texts = texts
@@ -176,7 +177,14 @@ class TextPieces(Sequence[TextPiece]):
         self._tokens = tokens
         self._bounds: Ints = np.array(found, np.int64).reshape(-1, 2)
         """Start and stop of each sequence among the tokens."""
-        self._ids = self._digests()
+        self._ids = np.fromiter((_digest_of(self._token_ids(n), 0) for n in range(len(self))), np.uint64, len(self))
+        # A repeated sequence gets the digest of its tokens and of the number of earlier ones with the same tokens.
+        order = np.argsort(self._ids, kind="stable")
+        _, starts, group = np.unique(self._ids[order], return_index=True, return_inverse=True)
+        occurrences = np.arange(len(self)) - starts[group]
+        for place in np.flatnonzero(occurrences):
+            index = int(order[place])
+            self._ids[index] = _digest_of(self._token_ids(index), int(occurrences[place]))
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -208,17 +216,6 @@ class TextPieces(Sequence[TextPiece]):
     def _token_ids(self, index: int) -> Int32:
         start, stop = map(int, self._bounds[index])
         return self._tokens.read_tokens(start, stop)
-
-    def _digests(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """The digest of each sequence: of its tokens, and of the number of earlier sequences with the same tokens."""
-        found = np.fromiter((_digest_of(self._token_ids(n), 0) for n in range(len(self))), np.uint64, len(self))
-        order = np.argsort(found, kind="stable")
-        _, starts, group = np.unique(found[order], return_index=True, return_inverse=True)
-        occurrences = np.arange(len(self)) - starts[group]
-        for place in np.flatnonzero(occurrences):
-            index = int(order[place])
-            found[index] = _digest_of(self._token_ids(index), int(occurrences[place]))
-        return found
 
 
 def _digest_of(token_ids: Int32, occurrence: int) -> int:

@@ -8,29 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.graph.node import Facts, Node
-from flowrl.graph.ports import In, Out
+from flowrl.graph.node import Facts
+from flowrl.graph.ports import Out
 from flowrl.machine.cache import Progress
 from flowrl.messages import Bool, Group, Int32, Mismatched, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_model, check_tools, end_problem, ignore_progress, tokenizer_of
+from flowrl.models import Chat, Policy, check_tools, end_problem
 from flowrl.models.tokens.chat import ReplyMessage, Unrendered
-from flowrl.nodes.sources.demonstrations import HeldOutBatch
-from flowrl.nodes.sources.row_checks import (
-    DroppedRows,
-    RowTexts,
-    TooLong,
-    refuse_long_rows,
-    rendered_alone,
-    require_rendered,
-    shorten_prompt,
-    within_limit,
-)
+from flowrl.nodes.sources.given_rows import GivenRows, given_sample
+from flowrl.nodes.sources.row_checks import RowTexts, TooLong, open_chat, rendered_alone, shorten_prompt
 from flowrl.nodes.sources.row_source import PromptSource
 from flowrl.tasks import Row, Rows, Task, load_preferences
 from flowrl.tasks.row_reading.message_shapes import reply_text
@@ -81,15 +71,34 @@ class Preferences:
         names = ("chosen", "rejected") if self.kind == "pairs" else ("completion",)
         return RowTexts(row.turns, tuple(row.columns[name] for name in names), row.tools)
 
-    def open_chat(self, progress: Progress = ignore_progress) -> Chat:
-        """The chat that renders the rows."""
-        return Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
+    @property
+    def option(self) -> str:
+        """The option with which a user raises `max_tokens`."""
+        return "max_tokens"
+
+    def require_held_out(self) -> None:
+        """Raise ConfigError if no row is held out."""
+        if not self.read_rows().held_out:
+            raise ConfigError(
+                f"{self.task.name!r} has no held-out rows to judge by (one prompt in eight is held out); add rows"
+            )
+
+    def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
+        """The samples of up to `most` held-out rows, without those with a conversation that is too long."""
+        chat = open_chat(self.task, self.policy, progress)
+        rendered = Renderer(self, chat, lowest_asked(self.read_rows().held_out, most))
+        return [sample for samples in rendered if self.keeps_row(samples) for sample in samples]
+
+    def keeps_row(self, samples: Sequence[Trainable]) -> bool:
+        """Whether all samples of a row are short enough: else the whole row is left out."""
+        return max(len(sample.token_ids) for sample in samples) <= self.max_tokens
 
 
 class PreferenceSource(PromptSource):
     """Sends the prompt of every training row, once for each of its completions."""
 
     row_use: RowUse = "preferences"
+    prompts_alone = False
 
     def __init__(self, data: Preferences, *, epochs: int | None = None, seed: int | None = None) -> None:
         super().__init__(
@@ -104,17 +113,11 @@ class PreferenceSource(PromptSource):
         )
         self.data = data
 
-    def facts(self) -> Facts:
-        return replace(super().facts(), longest_prompt=None)
-
-    def read(self) -> Rows:
+    def read_rows(self) -> Rows:
         return self.data.read_rows()
 
-    def _try_rows(self, rows: Sequence[Row]) -> None:
-        """Nothing: the node that renders completions tries them."""
 
-
-class PreferenceDataset(Node):
+class PreferenceDataset(GivenRows[Trainable]):
     """Appends the row's completions to its prompt; their tokens and end token are trained, the prompt is not.
 
     The data's `too_long` says what happens to a row with a conversation of more than the data's `max_tokens`: the row
@@ -123,58 +126,47 @@ class PreferenceDataset(Node):
 
     keyed_state = True
 
-    prompts: In[Prompt]
     groups: Out[Group]
 
     def __init__(self, data: Preferences) -> None:
+        super().__init__(data.task, data.policy, max_tokens=data.max_tokens, too_long=data.too_long)
         self.data = data
 
     def facts(self) -> Facts:
         return Facts(group_size=self.data.group_size, drops=True, keeps_lineage=False)
 
-    def preflight(self) -> str | None:
-        check_model(self.data.policy)
-        rows = self.data.read_rows()
-        both = join_rows(rows.train, rows.held_out)
-        check_tools(self.data.policy, both)
+    def check_rows(self) -> str | None:
+        check_tools(self.policy, self.tried_rows())
         if self.data.kind == "labelled":
-            mismatched_rows(rows.train)
-        if self.data.too_long == "error" and not self.data.policy.built_in:
-            self._refuse_long(Renderer(self.data, self.data.open_chat(), rows.train))
-        said = [require_rendered(self.data.policy, self.data.task, both, self.data.row_texts)]
-        said += [] if self.data.scored else [end_problem(self.data.policy)]  # a reward model generates nothing
-        return "; ".join(text for text in said if text) or None
+            mismatched_rows(self.given_rows())
+        return None if self.data.scored else end_problem(self.policy)  # a reward model generates nothing
 
-    def _refuse_long(self, rendered: Renderer) -> None:
-        lengths = (max(len(sample.token_ids) for sample in samples) for samples in rendered)
-        refuse_long_rows(lengths, self.data.max_tokens, option="max_tokens", task=self.data.task.name)
+    def given_rows(self) -> Sequence[Row]:
+        return self.data.read_rows().train
+
+    def tried_rows(self) -> Sequence[Row]:
+        rows = self.data.read_rows()
+        return join_rows(rows.train, rows.held_out)
+
+    def row_texts(self, row: Row) -> RowTexts:
+        return self.data.row_texts(row)
+
+    def row_lengths(self, chat: Chat) -> Iterator[int]:
+        rendered = Renderer(self.data, chat, self.given_rows())
+        return (max(len(sample.token_ids) for sample in samples) for samples in rendered)
 
     async def setup(self) -> None:
-        chat = await self.blocking(self.data.open_chat, self.context.progress)
-        rows = (await self.blocking(self.data.read_rows)).train
-        self._render = Renderer(self.data, chat, rows)
-        self._dropped = DroppedRows(
-            len(rows), self.data.max_tokens, option="max_tokens", task=self.data.task.name, context=self.context
-        )
-        if self.data.too_long == "error":
-            await self.blocking(self._refuse_long, self._render)
+        await super().setup()
+        self._render = Renderer(self.data, self._chat, self.given_rows())
 
     async def run(self) -> None:
         async for members in self.prompts.groups(self.data.group_size):
-            row = self._render.rows[members.items[0].prompt_id]
-            samples = self._dropped.render_row(row, partial(self.make_samples, members.items))
-            if samples is None or not self._dropped.samples_fit(samples):
-                for prompt in members.items:
-                    self.prompts.drop(prompt, "unrendered" if samples is None else "too_long")
-                continue
-            for sample in samples:
-                self.context.metric("tokens_generated", sample.response_tokens)
-                self.context.ledger.generated(sample)
-            await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
+            if samples := self.answer_prompts(members.items):
+                await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
 
-    def make_samples(self, prompts: Sequence[Prompt]) -> tuple[Trainable, ...]:
+    def make_samples(self, row: Row, prompts: Sequence[Prompt]) -> tuple[Trainable, ...]:
         """The completions of one row, with the ids that the ledger uses."""
-        rendered = self._render.render_row(prompts[0].prompt_id)
+        rendered = self._render.render_row(row.prompt_id)
         generator = f"{self.name}/{self.context.replica}"
         return tuple(
             replace(
@@ -241,44 +233,33 @@ class Renderer:
         excess = max(len(sample.token_ids) for sample in samples) - self._max_tokens
         if not self._truncates or not 0 < excess < min(sample.prompt_tokens for sample in samples):
             return samples
-        return tuple(cut_beginning(sample, excess) for sample in samples)
+        arrays = ("token_ids", "policy_mask", "behavior_logprobs", "versions", "advantages")
+        return tuple(
+            replace(
+                sample,
+                **{name: getattr(sample, name)[excess:] for name in arrays},
+                prompt_tokens=sample.prompt_tokens - excess,
+            )
+            for sample in samples
+        )
 
     def _make_sample(self, row: Row, member: int, reply: ReplyMessage, label: int) -> Trainable:
         chat = self._chat.with_tools(row.tools)
         token_ids, mask = (chat.encode_scored if self._scored else chat.encode_completion)(row.turns, reply)
-        return Trainable(
+        return given_sample(
+            token_ids,
+            mask,
             sample_id=f"{row.prompt_id}:{member}",
             group_id=row.prompt_id,
             prompt_id=row.prompt_id,
-            epoch=0,
             member=member,
             group_size=2 if self._kind == "pairs" else 1,
             prompt_text=row.prompt,
             response_text=reply_text(reply),
-            token_ids=token_ids,
-            policy_mask=mask,
-            behavior_logprobs=np.zeros(len(token_ids), np.float32),
-            versions=np.full(len(token_ids), -1, np.int32),
             prompt_tokens=int(np.argmax(mask)),
-            truncated=False,
-            generator="",
-            advantages=mask.astype(np.float32),
             label=label,
             pair=row.prompt_id if self._kind == "pairs" else row.columns.get("pair", ""),
         )
-
-
-def cut_beginning(sample: Trainable, number: int) -> Trainable:
-    """`sample` without its first `number` tokens, all of which are of its prompt."""
-    return replace(
-        sample,
-        token_ids=sample.token_ids[number:],
-        policy_mask=sample.policy_mask[number:],
-        behavior_logprobs=sample.behavior_logprobs[number:],
-        versions=sample.versions[number:],
-        advantages=sample.advantages[number:],
-        prompt_tokens=sample.prompt_tokens - number,
-    )
 
 
 def mismatched_rows(rows: Sequence[Row]) -> Mapping[str, Row]:
@@ -300,29 +281,3 @@ def mismatched_rows(rows: Sequence[Row]) -> Mapping[str, Row]:
     found = np.zeros_like(order)
     found[order] = order[following % len(order)]
     return match_rows(rows, found)
-
-
-class HeldOutPreferences(HeldOutBatch):
-    """Sends up to `num_rows` held-out rows of `data`; the choice does not depend on the order of the file.
-
-    Rows with a conversation of more than the data's `max_tokens` are left out. For objectives that compare
-    with a reference, a PreferenceReference sends the same rows with its logprobs.
-    """
-
-    def __init__(self, data: Preferences, *, num_rows: int = 512, token_budget: int = 8192) -> None:
-        super().__init__(num_rows=num_rows, token_budget=token_budget, max_tokens=data.max_tokens)
-        self.data = data
-        self.group_size = data.group_size
-
-    def preflight(self) -> None:
-        check_model(self.data.policy)
-        if not self.data.read_rows().held_out:
-            raise ConfigError(
-                f"{self.data.task.name!r} has no held-out rows to judge by (one prompt in eight is held out); add rows"
-            )
-
-    def render_samples(self) -> list[Trainable]:
-        chat = self.data.open_chat(self.context.progress)
-        chosen = lowest_asked(self.data.read_rows().held_out, self.num_rows)
-        rendered = Renderer(self.data, chat, chosen)
-        return [s for samples in rendered if within_limit(samples, self.data.max_tokens) for s in samples]

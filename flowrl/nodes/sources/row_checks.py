@@ -28,9 +28,10 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.graph.node import Context
+from flowrl.machine.cache import Progress
 from flowrl.machine.orphans import die_with_parent
-from flowrl.messages import Bool, Int32, Prompt, Sample, Trainable
-from flowrl.models import Policy, known_tokenizer
+from flowrl.messages import Bool, Int32
+from flowrl.models import Policy, ignore_progress, known_tokenizer, tokenizer_of
 from flowrl.models.tokens.chat import Chat, Messages, ReplyMessage, Unrendered
 from flowrl.models.tokens.text_tokens import require_steps
 from flowrl.tasks import Row, Task
@@ -295,9 +296,9 @@ def shorten_prompt(token_ids: Int32, mask: Bool, most: int) -> tuple[Int32, Bool
     return (token_ids[excess:], mask[excess:]) if excess < answer_start else (token_ids, mask)
 
 
-def within_limit(samples: Iterable[Trainable | Sample | Prompt], most: int) -> bool:
-    """Whether none of the samples of a row has more than `most` tokens: else the row is dropped whole."""
-    return all(len(sample.token_ids) <= most for sample in samples)
+def open_chat(task: Task, policy: Policy, progress: Progress = ignore_progress) -> Chat:
+    """The chat that renders the rows of a task for a policy."""
+    return Chat(tokenizer_of(policy, progress=progress), task.system_prompt)
 
 
 class DroppedRows:
@@ -319,10 +320,10 @@ class DroppedRows:
         self._task = task
         self._number = 0
 
-    def samples_fit(self, samples: Iterable[Trainable | Sample | Prompt]) -> bool:
-        """Whether the samples of a row are short enough; else the caller drops the row. Raises ConfigError if as many
-        rows as there are were too long, one after the other."""
-        fits = within_limit(samples, self._most)
+    def lengths_fit(self, lengths: Iterable[int]) -> bool:
+        """Whether all samples of a row are short enough; else the caller drops the whole row. Raises ConfigError if as
+        many rows as there are were too long, one after the other."""
+        fits = max(lengths) <= self._most
         self._number = 0 if fits else self._number + 1
         if self._number >= self._num_rows:
             raise ConfigError(
@@ -335,7 +336,7 @@ class DroppedRows:
         """What `render` makes of the row; None if the template does not render it, so that the caller drops the row.
 
         The first such row is named, and all are counted (`rows_unrendered`): a trial before the run names them unless
-        they are to be left out, or it had no time for all. Raises ConfigError as `samples_fit` does.
+        they are to be left out, or it had no time for all. Raises ConfigError as `lengths_fit` does.
         """
         try:
             return render()

@@ -25,11 +25,12 @@ from flowrl.errors import ConfigError
 from flowrl.graph.node import Facts, Node, Saved
 from flowrl.graph.ports import Out, Serve
 from flowrl.messages import Prompt
-from flowrl.models import Chat, Policy, check_model, check_prompts, tokenizer_of
+from flowrl.models import Chat, Policy, check_model, check_prompts
 from flowrl.nodes.curriculum import ChosenRow, Curriculum, GroupOutcome, Noted, PassRates
 from flowrl.nodes.sources.row_checks import (
     DroppedRows,
     TooLong,
+    open_chat,
     prompt_length,
     prompt_texts,
     refuse_long_rows,
@@ -97,6 +98,8 @@ class RowSource(Node):
         self._saved: Mapping[str, Any] = {}
         self._waiting: ChosenRow | None = None
         """With a curriculum: the row of the group that waits for its ticket."""
+        self.task: Task | None = None
+        """The task whose rows are sent, if they are those of a task: a mixture has an order and shares of its own."""
 
     def facts(self) -> Facts:
         return Facts(group_size=self.repeat, optional=() if self.curriculum else ("outcomes",))
@@ -115,39 +118,32 @@ class RowSource(Node):
         self._rows = await self.blocking(self.rows)
         if self.curriculum is not None:
             names = [*prompt_ids(self._rows)]
-            self._rates = PassRates(self.curriculum, names, self._buckets(self._rows), seed=self._seed)
+            self._rates = PassRates(self.curriculum, names, self._row_buckets(self._rows), seed=self._seed)
             self._load_curriculum()
 
-    def _buckets(self, rows: Sequence[Any]) -> list[str] | None:
+    def _row_buckets(self, rows: Sequence[Any]) -> list[str] | None:
         """The bucket of each row; None if each row has its own. Raises ConfigError if no row has the column."""
         by = self.curriculum.by if self.curriculum else ""
-        if by and rows and not any(by in self.curriculum_columns(row) for row in rows):
+        if by and rows and not any(by in row.columns for row in rows):
             raise ConfigError(
                 f"curriculum.by is {by!r}, and no row has this column; choose one of "
-                f"{', '.join(sorted(self.curriculum_columns(rows[0]))) or 'none, and leave it out'}"
+                f"{', '.join(sorted(rows[0].columns)) or 'none, and leave it out'}"
             )
-        return [str(self.curriculum_columns(row).get(by)) for row in rows] if by else None
-
-    def curriculum_columns(self, row: Any) -> Mapping[str, Any]:
-        """The columns by which a curriculum can distinguish rows."""
-        return dict(row.columns)
+        return [str(row.columns.get(by)) for row in rows] if by else None
 
     def rows(self) -> Sequence[Any]:
         """The rows of an epoch."""
         raise NotImplementedError
 
     def group(self, row: Any, epoch: int) -> list[Prompt]:
-        """The members of the group of `row` in `epoch`."""
+        """The members of the group of `row` in `epoch`; none if the row is left out."""
         raise NotImplementedError
-
-    async def offer_group(self, group: list[Prompt]) -> bool:
-        """Admit the group, or skip it; False if no further group is wanted."""
-        return await self.prompts.admit(group)
 
     async def run(self) -> None:
         if self._rates is None:
             for epoch, position, row in self._from_cursor():
-                if not await self.offer_group(self.group(row, epoch)):
+                group = self.group(row, epoch)
+                if group and not await self.prompts.admit(group):
                     return
                 self._epoch, self._position = epoch, position + 1
             return
@@ -174,7 +170,8 @@ class RowSource(Node):
             if self._waiting is None:
                 rates.note_asked(found.row)  # before it is sent: its outcome may arrive while the last member is sent
                 self._waiting = found
-            if not await self.offer_group(self.group(self._rows[found.row], rates.num_visits(found.row) - 1)):
+            group = self.group(self._rows[found.row], rates.num_visits(found.row) - 1)
+            if group and not await self.prompts.admit(group):
                 return
             self._waiting = None
             if place is not None:
@@ -210,23 +207,12 @@ class RowSource(Node):
             for member in range(self.repeat)
         ]
 
-    def chosen_rows(self, train: Sequence[R], held_out: Sequence[R]) -> Sequence[R]:
-        """The rows of `part`, at most `num_prompts`."""
-        return self.of_part(train, held_out)[: self.num_prompts]
-
-    def of_part(self, train: Sequence[R], held_out: Sequence[R]) -> Sequence[R]:
-        """All rows of `part`."""
-        return join_rows(train, held_out) if self.part == "all" else train if self.part == "train" else held_out
-
-    def _rows_of_task(self, task: Task, found: Rows) -> Sequence[Row]:
-        """The rows of `part` among those of a task, at most `num_prompts`; a mixture keeps its weights in them."""
-        return first_rows(self.of_part(found.train, found.held_out), task, self.num_prompts)
-
-    def _order_of_task(self, task: Task, epoch: int) -> list[int]:
-        """The order of an epoch; that of a mixture draws from each source by its weight."""
-        if len(task.sources) > 1:
-            return mixed_order(self._rows, task, self._seed, epoch)
-        return epoch_order(len(self._rows), self._seed, epoch)
+    def part_rows(self, found: Rows | EnvironmentRows) -> Sequence[Any]:
+        """The rows of `part`, at most `num_prompts`; a mixture keeps its weights in them."""
+        rows: Sequence[Any] = found.train if self.part == "train" else found.held_out
+        if self.part == "all":
+            rows = join_rows(found.train, found.held_out)
+        return rows[: self.num_prompts] if self.task is None else first_rows(rows, self.task, self.num_prompts)
 
     def state(self) -> Mapping[str, Any]:
         cursor = {"epoch": self._epoch, "position": self._position, "order": self._digests.get(self._epoch, "")}
@@ -273,6 +259,9 @@ class RowSource(Node):
             epoch, start = epoch + 1, 0
 
     def _epoch_order(self, epoch: int) -> list[int]:
+        """The order of an epoch; that of a mixture draws from each source by its weight."""
+        if self.task is not None and len(self.task.sources) > 1:
+            return mixed_order(self._rows, self.task, self._seed, epoch)
         return epoch_order(len(self._rows), self._seed, epoch)
 
     def _digest_of_order(self, order: Sequence[int]) -> str:
@@ -318,6 +307,10 @@ class PromptSource(RowSource):
 
     row_noun = "prompts"
     row_use: RowUse = "prompts"
+    prompts_alone = True
+    """Whether prompts are all that is rendered of a row; else another node renders whole rows, limits and tries them.
+    """
+    task: Task
 
     def __init__(
         self,
@@ -347,7 +340,8 @@ class PromptSource(RowSource):
         self._dropped: DroppedRows
 
     def facts(self) -> Facts:
-        return dataclasses.replace(super().facts(), longest_prompt=self.max_prompt_tokens)
+        longest = self.max_prompt_tokens if self.prompts_alone else None
+        return dataclasses.replace(super().facts(), longest_prompt=longest)
 
     def check(self, facts: Any) -> list[str]:
         problems = super().check(facts)
@@ -363,19 +357,15 @@ class PromptSource(RowSource):
         require_served(self.task, rows, self.row_use)
         if self.answers_compared:
             check_answers(self.task, rows)
-        self._buckets(rows)
+        self._row_buckets(rows)
         check_prompts(self.policy, rows, self.task.system_prompt)
         if self.too_long == "error" and not self.policy.built_in:
-            self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt), rows)
-        return "; ".join(filter(None, (self._try_rows(rows), *self.read().opened))) or None
-
-    def _try_rows(self, rows: Sequence[Row]) -> str | None:
-        """Raise ConfigError for prompts that the template refuses; returns what is to be said of those left out."""
-        return require_rendered(self.policy, self.task, rows, prompt_texts)
+            self._refuse_long(open_chat(self.task, self.policy), rows)
+        said = require_rendered(self.policy, self.task, rows, prompt_texts) if self.prompts_alone else None
+        return "; ".join(filter(None, (said, *self.read_rows().opened))) or None
 
     async def setup(self) -> None:
-        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
-        self._chat = Chat(tokenizer, self.task.system_prompt)
+        self._chat = await self.blocking(open_chat, self.task, self.policy, self.context.progress)
         await super().setup()
         most, name = self.max_prompt_tokens, self.task.name
         self._dropped = DroppedRows(
@@ -383,7 +373,7 @@ class PromptSource(RowSource):
         )
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat, self._rows)
-        self._report_rows(await self.blocking(self.read))
+        self._report_rows(await self.blocking(self.read_rows))
 
     def _report_rows(self, found: Rows) -> None:
         """Report how many rows are used, and why the others are not."""
@@ -404,14 +394,14 @@ class PromptSource(RowSource):
             self.context.progress(f"{len(skipped)} malformed rows are skipped, the first: {skipped[0]}")
 
     def rows(self) -> Sequence[Row]:
-        return self._rows_of_task(self.task, self.read())
+        return self.part_rows(self.read_rows())
 
-    def read(self) -> Rows:
+    def read_rows(self) -> Rows:
         """All rows; a process reads them only once."""
         return load_rows(self.task, whole=self.part == "all")
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
-        """Its members; none if the template does not render the prompt."""
+        """Its members; none if the template does not render the prompt, or if the prompt is too long."""
         self._seen += 1
         rendered = self._dropped.render_row(row, lambda: self._chat.with_tools(row.tools).encode_prompt(row.turns))
         if rendered is None:
@@ -424,15 +414,9 @@ class PromptSource(RowSource):
                 token_ids = token_ids[-self.max_prompt_tokens :]
         if self._long:
             self.context.gauge("prompts_too_long_share", self._long / self._seen)
+        if not self._dropped.lengths_fit([len(token_ids)]):
+            return []
         return self.make_members(row.prompt_id, epoch, text=text, token_ids=token_ids, columns=row.columns)
-
-    async def offer_group(self, group: list[Prompt]) -> bool:
-        if not group or not self._dropped.samples_fit(group[:1]):
-            return True
-        return await super().offer_group(group)
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        return self._order_of_task(self.task, epoch)
 
     def _refuse_long(self, chat: Chat, rows: Sequence[Row]) -> None:
         """Raise ConfigError if a prompt is too long."""
@@ -465,24 +449,21 @@ class TaskSource(RowSource):
         super().__init__(
             repeat=repeat, epochs=epochs, seed=seed, part=part, num_prompts=num_prompts, curriculum=curriculum
         )
-        self.task = task
+        self.task: Task = task
 
     def preflight(self) -> str | None:
         rows = self.rows()
         if rows and MESSAGES in rows[0].columns:
             raise ConfigError(f"the task {self.task.name!r} has a column {MESSAGES!r}, which agents get; rename it")
         require_served(self.task, rows, "prompts")
-        self._buckets(rows)
+        self._row_buckets(rows)
         return "; ".join(load_rows(self.task, whole=self.part == "all").opened) or None
 
     def rows(self) -> Sequence[Row]:
-        return self._rows_of_task(self.task, load_rows(self.task, whole=self.part == "all"))
+        return self.part_rows(load_rows(self.task, whole=self.part == "all"))
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
         return self.make_members(row.prompt_id, epoch, **task_fields(self.task, row))
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        return self._order_of_task(self.task, epoch)
 
 
 def task_fields(task: Task, row: Row) -> Mapping[str, Any]:
@@ -531,7 +512,7 @@ class EnvironmentSource(RowSource):
         return environment_rows(self.environment)
 
     def rows(self) -> Sequence[EnvironmentRow]:
-        return self.chosen_rows(self._read.train, self._read.held_out)
+        return self.part_rows(self._read)
 
     def group(self, row: EnvironmentRow, epoch: int) -> list[Prompt]:
         return self.make_members(row.prompt_id, epoch, **prompt_fields(row))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
 from flowrl.nodes import GroupAdvantage, TokenBatch
-from flowrl.nodes.scoring.reward import Shaping
+from flowrl.nodes.scoring.shaping import Shaping
 from flowrl.testing import scored
 from flowrl.training.advantages import GROUP_ESTIMATORS, Estimate, Estimator, turn_advantages
 from tests.nodes.episodes.branching_episodes import episode

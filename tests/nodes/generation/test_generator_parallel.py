@@ -14,7 +14,7 @@ from flowrl.graph.analysis.plan import make_plan, routes_of
 from flowrl.graph.routes import rank_offset, world_size
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Trainer
-from flowrl.nodes.engine_options import Engine, Parallel
+from flowrl.nodes.engine_options import Engine
 from flowrl.options import EvaluationOptions, GeneratorOptions, Size, TrainerOptions, TrainerSize
 from flowrl.recipes.grpo import GRPO, graph
 
@@ -37,9 +37,9 @@ PP = "pipeline_parallel_size"
 def test_what_is_not_asked_for_is_tensor_parallel(
     engine: dict[str, int], gpus: float, sizes: tuple[int, int, int]
 ) -> None:
-    parallel = Parallel.of_engine(Engine(**engine))
-    assert parallel.find_problems(gpus) == []
-    found = parallel.size_arguments(int(gpus))
+    options = Engine(**engine)
+    assert options.parallel_problems(gpus) == []
+    found = options.size_arguments(int(gpus))
     assert tuple(found[f"{name}_parallel_size"] for name in ("tensor", "pipeline", "data")) == sizes
     assert found.get("distributed_executor_backend") == ("mp" if gpus > 1 else None)
 
@@ -67,7 +67,7 @@ def test_heads_that_cannot_be_split_are_found_before_the_start(tmp_path: Path) -
     generator = g.add("generator", Generator(Policy(str(tmp_path))), gpus=4)
     with pytest.raises(ConfigError, match="4 tensor-parallel parts, but the model has 14 attention heads"):
         generator.preflight()
-    assert Parallel(pipeline=2).problems_with(tmp_path, 4) == []
+    assert Engine(pipeline_parallel_size=2).head_problems(tmp_path, 4) == []
 
 
 def test_two_gpus_of_a_generator_are_two_ranks_beside_the_trainer() -> None:
@@ -96,6 +96,6 @@ def test_vllm_takes_our_executor_within_a_placement_group(monkeypatch: pytest.Mo
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr("ray.util.get_current_placement_group", lambda: SimpleNamespace(bundle_specs=[]))
     assert ParallelConfig(tensor_parallel_size=2).distributed_executor_backend == "ray"
-    ours = Parallel().size_arguments(2)
+    ours = Engine().size_arguments(2)
     assert ParallelConfig(**ours).distributed_executor_backend == "mp"
     assert ParallelConfig(**ours).world_size == 2

@@ -24,13 +24,13 @@ STEPS = 6
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     """What the batcher has made."""
     made: list[Batch] = []
-    piece = TokenBatch._make_piece
+    piece = TokenBatch.make_batch
 
-    def recorded(self: TokenBatch, groups: Sequence[Group], *, last: bool) -> Batch:
+    def recorded(self: TokenBatch, groups: Sequence[Group], *, last: bool = True) -> Batch:
         made.append(piece(self, groups, last=last))
         return made[-1]
 
-    monkeypatch.setattr(TokenBatch, "_make_piece", recorded)
+    monkeypatch.setattr(TokenBatch, "make_batch", recorded)
     return made
 
 
