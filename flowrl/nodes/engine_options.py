@@ -87,23 +87,19 @@ class Engine:
     """Further options of vLLM's engine by vLLM's names, such as max_num_batched_tokens=8192."""
 
     def __post_init__(self) -> None:
-        for problem in self._range_problems():
-            raise ConfigError(problem)
-
-    def _range_problems(self) -> Iterator[str]:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                yield f"{flag_of(name)} is {value}; it has to be 1 or more"
+                raise ConfigError(f"{flag_of(name)} is {value}; it has to be 1 or more")
         if self.concurrency < 1:
-            yield f"{flag_of('concurrency')} is {self.concurrency}; a generator needs at least 1 place"
+            raise ConfigError(f"{flag_of('concurrency')} is {self.concurrency}; a generator needs at least 1 place")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
-            yield f"{flag_of('gpu_memory_utilization')} is {share}; it is a share, above 0 and at most 1"
+            raise ConfigError(f"{flag_of('gpu_memory_utilization')} is {share}; it is a share, above 0 and at most 1")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
-            yield f"{flag_of('kv_cache_bytes')} is {self.kv_cache_bytes}; it has to be 1 or more"
+            raise ConfigError(f"{flag_of('kv_cache_bytes')} is {self.kv_cache_bytes}; it has to be 1 or more")
         if not self.cpu_offload_gb >= 0:
-            yield f"{flag_of('cpu_offload_gb')} is {self.cpu_offload_gb}; it has to be 0 or more"
+            raise ConfigError(f"{flag_of('cpu_offload_gb')} is {self.cpu_offload_gb}; it has to be 0 or more")
 
     @property
     def model_parallel_gpus(self) -> int:

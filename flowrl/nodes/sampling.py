@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from flowrl.messages import Float32, Int32, Prompt
+from flowrl.messages import Float32, Int32
 
 Spans = Sequence[tuple[str, int, int]]
 """(label of the weights, first token, token after the last)"""
@@ -57,16 +57,6 @@ class Sampling:
                 "and put truncation into `evaluation`"
             )
         return found
-
-    def with_options_of(self, prompt: Prompt) -> Sampling:
-        """These options, replaced by the prompt's own where a held-out prompt has some."""
-        own: dict[str, Any] = {name: getattr(prompt, name) for name in ("temperature", "top_p", "top_k")}
-        return replace(self, **{name: value for name, value in own.items() if value is not None})
-
-    def limited_to(self, max_tokens: int, stop: Sequence[str]) -> Sampling:
-        """These options for one reply of at most `max_tokens`; the texts of `stop` end it as well."""
-        most = min(self.max_tokens, max_tokens)
-        return replace(self, max_tokens=most, min_tokens=min(self.min_tokens, most), stop=(*self.stop, *stop))
 
     def vllm_arguments(self, *, generated: int = 0, seed: int | None = None) -> dict[str, Any]:
         """Keyword arguments for vLLM's SamplingParams, if `generated` tokens of the response exist already."""

@@ -21,7 +21,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In
 from flowrl.machine.disk import user_path
-from flowrl.messages import Group, Sample, Scored, Trainable
+from flowrl.messages import Group, Sample, Scored
 from flowrl.nodes.sources.row_source import PromptSource
 from flowrl.tasks import Rows, Task, load_demonstrations, load_rows
 from flowrl.tasks.row_reading.rows_on_disk import join_rows, prompt_ids, rows_by_id
@@ -98,7 +98,12 @@ class Written:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break
-                prompt_id = prompt_id_of(path, number, line)
+                try:
+                    prompt_id = str(json.loads(line)["prompt_id"])
+                except (ValueError, KeyError, TypeError):
+                    raise ConfigError(
+                        f"{path}:{number} was not written by flowrl; name another file, or remove this one"
+                    ) from None
                 if prompt_id != last:
                     last, start = prompt_id, end
                 counted[prompt_id] += 1
@@ -107,14 +112,6 @@ class Written:
             del counted[last]
             end = start
         return Written(frozenset(counted), end)
-
-
-def prompt_id_of(path: Path, number: int, line: bytes) -> str:
-    """The prompt of a line. Raises ConfigError for a line that no writer has written."""
-    try:
-        return str(json.loads(line)["prompt_id"])
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path}:{number} was not written by flowrl; name another file, or remove this one") from None
 
 
 class RemainingPrompts(PromptSource):
@@ -304,20 +301,18 @@ class PairWriter(LineWriter):
             if not (chosen.response_text and rejected.response_text):
                 self.groups.drop(group, "empty_answer", state="filtered")
                 continue
-            self.write_lines([self.line_of(chosen, rejected)])
+            assert (chosen.label, rejected.label) == (1, -1)
+            others = {name: value for name, value in chosen.columns.items() if name not in PAIR_COLUMNS}
+            line = {
+                "prompt": self.prompt_of(chosen.prompt_id),
+                "chosen": chosen.response_text,
+                "rejected": rejected.response_text,
+                "prompt_id": chosen.prompt_id,
+                "margin": chosen.reward - rejected.reward,
+                **others,
+            }
+            self.write_lines([line])
             self.context.metric("pairs_written", 1)
             self.groups.drop(group, "written")
             self._progress.count_items(1, f" in {self.path}")
         self._progress.report_end(f" in {self.path}", always=True)
-
-    def line_of(self, chosen: Trainable, rejected: Trainable) -> dict[str, Any]:
-        """The line of the file for this pair."""
-        assert (chosen.label, rejected.label) == (1, -1)
-        return {
-            "prompt": self.prompt_of(chosen.prompt_id),
-            "chosen": chosen.response_text,
-            "rejected": rejected.response_text,
-            "prompt_id": chosen.prompt_id,
-            "margin": chosen.reward - rejected.reward,
-            **{name: value for name, value in chosen.columns.items() if name not in PAIR_COLUMNS},
-        }

@@ -133,11 +133,6 @@ class AgentCalls:
         while self._open:
             await asyncio.wait(self._open)
 
-    def used_replies(self) -> list[tuple[Turn, Reply]]:
-        """The replies that clients received, in the order they received them. Only after the session has ended."""
-        assert self.finished is not None
-        return [self.replies[request_id] for request_id in self.finished.request_ids]
-
     def abandon_others(self) -> None:
         """Record the replies that no client received as abandoned. Call this once, if the attempt counts."""
         assert self.finished is not None

@@ -369,7 +369,7 @@ class AgentProgram(EpisodeNode):
     def _played_by(self, calls: AgentCalls, seconds: float) -> Played:
         """The result of the attempt, without reward and metrics. Only after the session has ended."""
         assert calls.finished is not None
-        used = calls.used_replies()
+        used = [calls.replies[request_id] for request_id in calls.finished.request_ids]  # that a client received
         own_s = max(0.0, seconds - calls.generate_s)
         figures = [calls.figures[turn.request_id] for turn, _ in used]
         played = Played(

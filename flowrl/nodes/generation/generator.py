@@ -331,7 +331,9 @@ class Generator(Node):
         await self.rollouts.send(sample)
 
     async def _generate_held_out(self, prompt: Prompt) -> Sample:
-        sample = await self._sample_prompt(prompt, self.evaluation.with_options_of(prompt), EVALUATION)
+        own: dict[str, Any] = {name: getattr(prompt, name) for name in ("temperature", "top_p", "top_k")}
+        sampling = replace(self.evaluation, **{name: value for name, value in own.items() if value is not None})
+        sample = await self._sample_prompt(prompt, sampling, EVALUATION)
         self.context.metric("tokens_evaluated", sample.response_tokens)
         return sample
 
@@ -367,7 +369,9 @@ class Generator(Node):
 
     async def _generate_reply(self, turn: Turn) -> Reply:
         arrived_s, held_out = time.monotonic(), turn.ticket < 0
-        sampling = (self.evaluation if held_out else self.sampling).limited_to(turn.max_tokens, turn.stop)
+        usual = self.evaluation if held_out else self.sampling
+        most, stop = min(usual.max_tokens, turn.max_tokens), (*usual.stop, *turn.stop)
+        sampling = replace(usual, max_tokens=most, min_tokens=min(usual.min_tokens, most), stop=stop)
         priority = EVALUATION if held_out else priority_of(turn.ticket)
         asked = TokenRequest(
             turn.request_id, turn.token_ids, sampling, turn.seed, priority, prefix=prefix_of(turn), kept=not held_out

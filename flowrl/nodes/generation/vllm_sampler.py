@@ -349,11 +349,14 @@ class Adapters:
 
     async def wait_for_room(self) -> None:
         """Wait until one more adapter fits."""
-        await self._leave_idle()
-        while len(self._users) >= self._slots.count:
+        while True:
+            for adapter_id in [key for key, users in self._users.items() if not users and key != self._current]:
+                await self._engine.remove_lora(adapter_id)
+                del self._users[adapter_id]
+            if len(self._users) < self._slots.count:
+                return
             self._freed.clear()
             await self._freed.wait()
-            await self._leave_idle()
 
     async def load_adapter(self, update: Mapping[str, Any], adapter: Mapping[str, Any], version: int) -> float:
         """Make the adapter of `version` current; return the slowest worker's seconds. Call `wait_for_room` first."""
@@ -375,8 +378,3 @@ class Adapters:
         finally:
             self._users[adapter_id] -= 1
             self._freed.set()
-
-    async def _leave_idle(self) -> None:
-        for adapter_id in [key for key, users in self._users.items() if not users and key != self._current]:
-            await self._engine.remove_lora(adapter_id)
-            del self._users[adapter_id]

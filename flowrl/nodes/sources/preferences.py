@@ -16,7 +16,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.node import Facts
 from flowrl.graph.ports import Out
 from flowrl.machine.cache import Progress
-from flowrl.messages import Bool, Group, Int32, Mismatched, Prompt, Trainable
+from flowrl.messages import Group, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_tools, end_problem
 from flowrl.models.tokens.chat import ReplyMessage, Unrendered
 from flowrl.nodes.sources.given_rows import GivenRows, given_sample
@@ -208,25 +208,24 @@ class Renderer:
             return self._shorten_prompts(tuple(self._make_sample(row, member, *one) for member, one in enumerate(both)))
         label = 1 if row.columns["label"] else -1
         sample = self._make_sample(row, 0, row.columns["completion"], label)
-        ids, mask = self._render_mismatched(row)
-        if self._truncates:  # as the sample itself: the completion stays
-            ids, mask = shorten_prompt(ids, mask, self._max_tokens)
-        mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
-        return self._shorten_prompts((replace(sample, mismatched=mismatched),))
-
-    def _render_mismatched(self, row: Row) -> tuple[Int32, Bool]:
-        """The row's prompt with the completion of the next row whose prompt is another one and whose completion can be
-        rendered. Raises Unrendered if there is none."""
-        other = row
+        # The prompt with the completion of the next row that has another prompt, and a completion that can be rendered.
+        other, found = row, None
         for _ in range(len(self.rows)):
             other = self._mismatches[other.prompt_id]
             if other.asked_id == row.asked_id or other.prompt_id in self._unrendered:
                 continue
             try:
-                return self._chat.with_tools(row.tools).encode_completion(row.turns, other.columns["completion"])
+                found = self._chat.with_tools(row.tools).encode_completion(row.turns, other.columns["completion"])
+                break
             except Unrendered:
                 self._unrendered.add(other.prompt_id)
-        raise Unrendered("no other row has a completion that can be put behind its prompt")
+        if found is None:
+            raise Unrendered("no other row has a completion that can be put behind its prompt")
+        ids, mask = found
+        if self._truncates:  # as the sample itself: the completion stays
+            ids, mask = shorten_prompt(ids, mask, self._max_tokens)
+        mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
+        return self._shorten_prompts((replace(sample, mismatched=mismatched),))
 
     def _shorten_prompts(self, samples: tuple[Trainable, ...]) -> tuple[Trainable, ...]:
         """If one of the completions is too long, all lose the same number of tokens from the start of their prompt."""
