@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from flowrl.graph.node import Facts, Node
-from flowrl.graph.ports import Call, In, Members, Out, join
+from flowrl.graph.node import Facts
+from flowrl.graph.ports import In, Members, Out, join
 from flowrl.messages import Group, Sample, Scored
-from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome
-from flowrl.nodes.groups.group_filter import DynamicSampling, GroupFilter
+from flowrl.nodes.curriculum import report_outcome
+from flowrl.nodes.groups.group_filter import DynamicSampling, FilteringNode
 from flowrl.training.advantages import GROUP_ESTIMATORS, Estimate, Estimator, leave_unvalued
 
 
-class GroupAdvantage(Node):
+class GroupAdvantage(FilteringNode):
     """Collects the `size` members of a group and assigns each of their policy tokens its advantage.
 
     `estimate` is an estimator's name or an `Estimate` with further settings. With `dynamic`, groups without a
@@ -24,19 +24,14 @@ class GroupAdvantage(Node):
     estimate, sends the whole batch to a Critic. `outcomes` tells a source with a curriculum how groups were rewarded.
     """
 
-    keyed_state = True
-
-    scored: In[Scored]
     groups: Out[Group]
-    outcomes: Call[GroupOutcome, Noted]
 
     def __init__(
         self, estimate: Estimate | Estimator = "group_norm", *, size: int, dynamic: DynamicSampling | None = None
     ) -> None:
+        super().__init__(dynamic)
         self.estimate = estimate if isinstance(estimate, Estimate) else Estimate(estimate)
         self.size = size
-        self.dynamic = dynamic
-        self._filter = GroupFilter(dynamic)
 
     def facts(self) -> Facts:
         return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",))
@@ -51,9 +46,6 @@ class GroupAdvantage(Node):
             )
         return problems + (self.dynamic.find_problems() if self.dynamic is not None else [])
 
-    def notes(self) -> list[str]:
-        return [] if self.dynamic is None else self.dynamic.notes()
-
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
             await self._send_or_filter(members, members.items)
@@ -61,17 +53,15 @@ class GroupAdvantage(Node):
     async def _send_or_filter(self, members: Members[Scored], taken: Sequence[Scored]) -> None:
         """Filter the group or send it; `taken` are the messages that delivered its samples."""
         await report_outcome(self.outcomes, members.items)
-        reason = "group_too_small"  # too few members to compare; groups that are not compared have any size
-        if len(members.items) >= 2 or self.estimate.estimator not in GROUP_ESTIMATORS:
-            reason = self._filter.judge_group(members.items)
-            if self.dynamic is not None:
-                self._filter.add_group(members.items, passed_on=() if reason else members.items)
-        if reason:
+        if len(members.items) < 2 and self.estimate.estimator in GROUP_ESTIMATORS:  # nothing to compare with
             for sample in taken:
-                self.scored.drop(sample, reason, state="filtered")
-            self._filter.assert_within(self.name)
-        else:
-            await self.groups.send(self.make_group(members), made_from=taken)
+                self.scored.drop(sample, "group_too_small", state="filtered")
+            return
+        if self._drop_filtered(members.items, taken):
+            return
+        if self.dynamic is not None:
+            self._filter.add_group(members.items, passed_on=members.items)
+        await self.groups.send(self.make_group(members), made_from=taken)
 
     def make_group(self, members: Members[Scored]) -> Group:
         """The group of `members` with its advantages."""
@@ -82,12 +72,6 @@ class GroupAdvantage(Node):
             group_size=members.size,
             metrics={} if self.dynamic is None else self._filter.take_sums(),
         )
-
-    def state(self) -> Mapping[str, Any]:
-        return self._filter.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._filter.load_state(state)
 
 
 class JoinedAdvantage(GroupAdvantage):

@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import FlowrlError
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Call, In
 from flowrl.messages import Group, Scored, Trainable
-from flowrl.nodes.curriculum import PASSED, ROUNDING
+from flowrl.nodes.curriculum import PASSED, ROUNDING, GroupOutcome, Noted
 from flowrl.tasks.rows import OF_TASK
 from flowrl.training.advantages import all_equal, require_one_seat
 
@@ -139,6 +141,42 @@ class GroupFilter:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._kept_of_step, self._filtered_of_step = int(state["kept"]), int(state["filtered"])
         self._sums = {name: float(value) for name, value in state["judged"].items()}
+
+
+class FilteringNode(Node):
+    """The common part of nodes that compare the members of a group, and filter groups without a learning signal.
+
+    `outcomes` tells a source with a curriculum how groups were rewarded.
+    """
+
+    keyed_state = True
+
+    scored: In[Scored]
+    outcomes: Call[GroupOutcome, Noted]
+
+    def __init__(self, dynamic: DynamicSampling | None) -> None:
+        self.dynamic = dynamic
+        self._filter = GroupFilter(dynamic)
+
+    def _drop_filtered(self, samples: Sequence[Scored], taken: Sequence[Scored]) -> bool:
+        """Drop a group that has no learning signal; return whether it was dropped. `taken` are the messages that
+        delivered its samples."""
+        reason = self._filter.judge_group(samples)
+        if reason:
+            self._filter.add_group(samples, passed_on=())
+            for sample in taken:
+                self.scored.drop(sample, reason, state="filtered")
+            self._filter.assert_within(self.name)
+        return bool(reason)
+
+    def notes(self) -> list[str]:
+        return [] if self.dynamic is None else self.dynamic.notes()
+
+    def state(self) -> Mapping[str, Any]:
+        return self._filter.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._filter.load_state(state)
 
 
 def judged_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -7,17 +7,17 @@ If rewards are equal, the first member counts as the better one, so that a run i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from flowrl.graph.node import Facts, Node
-from flowrl.graph.ports import Call, In, Members, Out
+from flowrl.graph.node import Facts
+from flowrl.graph.ports import Members, Out
 from flowrl.messages import Group, Scored, Trainable
-from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome
-from flowrl.nodes.groups.group_filter import DynamicSampling, GroupFilter
+from flowrl.nodes.curriculum import report_outcome
+from flowrl.nodes.groups.group_filter import DynamicSampling, FilteringNode
 from flowrl.nodes.scoring.reward_functions import COMPARED_S, Comparisons, FailingRewards
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks import Task
@@ -28,42 +28,7 @@ from flowrl.training.advantages import all_equal, make_trainable, require_one_se
 PairReference = Literal["round", "initial"]
 
 
-class Selection(Node):
-    """The common part of nodes that select members of a group.
-
-    `outcomes` tells a source with a curriculum how groups were rewarded.
-    """
-
-    keyed_state = True
-
-    scored: In[Scored]
-    outcomes: Call[GroupOutcome, Noted]
-
-    def __init__(self, dynamic: DynamicSampling | None) -> None:
-        self.dynamic = dynamic
-        self._filter = GroupFilter(dynamic)
-
-    def _drop_filtered(self, samples: Sequence[Scored]) -> bool:
-        """Drop the members of a group that has no learning signal; return whether they were dropped."""
-        reason = self._filter.judge_group(samples)
-        if reason:
-            self._filter.add_group(samples, passed_on=())
-            for sample in samples:
-                self.scored.drop(sample, reason, state="filtered")
-            self._filter.assert_within(self.name)
-        return bool(reason)
-
-    def notes(self) -> list[str]:
-        return [] if self.dynamic is None else self.dynamic.notes()
-
-    def state(self) -> Mapping[str, Any]:
-        return self._filter.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._filter.load_state(state)
-
-
-class BestOfN(Selection):
+class BestOfN(FilteringNode):
     """Passes on the best of each group's `size` members with advantage 1 (RAFT, arXiv 2304.06767).
 
     The other members are filtered as `not_best`. With `least_reward`, a group whose best member has a lower raw
@@ -88,7 +53,7 @@ class BestOfN(Selection):
         async for members in self.scored.groups(self.size):
             require_one_seat(members.items, "a BestOfN")
             await report_outcome(self.outcomes, members.items)
-            if self._drop_filtered(members.items):
+            if self._drop_filtered(members.items, members.items):
                 continue
             best = max(members.items, key=whole_reward)
             kept = self.least_reward is None or best.raw_reward >= self.least_reward
@@ -108,7 +73,7 @@ class BestOfN(Selection):
         return Group(members.group_id, (sample,), members.size, self._filter.take_sums())
 
 
-class PairMaker(Selection):
+class PairMaker(FilteringNode):
     """Makes a pair from each group: the best of its `size` members is chosen, the worst rejected.
 
     A group without a difference is filtered as `tie`, the members in between as `not_paired`, a group with
@@ -175,7 +140,7 @@ class PairMaker(Selection):
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
             await report_outcome(self.outcomes, members.items)
-            if self._drop_filtered(members.items):
+            if self._drop_filtered(members.items, members.items):
                 continue
             compared: Sequence[Scored] = members.items
             try:

@@ -104,14 +104,8 @@ class TextDataset(Node):
 
     def __init__(self, texts: Texts) -> None:
         self.texts = texts
-
-    @property
-    def part(self) -> RowPart:
-        return self.texts.part
-
-    @property
-    def max_tokens(self) -> int:
-        return self.texts.max_tokens
+        self.part: RowPart = texts.part
+        self.max_tokens = texts.max_tokens
 
     def facts(self) -> Facts:
         return Facts(group_size=1, longest_response=self.texts.max_tokens, keeps_lineage=False)

@@ -51,6 +51,9 @@ class Preferences:
     scored: bool = False
     """Whether a reward model is trained: completions then end as those that it scores (`Chat.encode_scored`)."""
 
+    option = "max_tokens"
+    """The option with which a user raises `max_tokens`."""
+
     def __post_init__(self) -> None:
         if self.kind not in ("pairs", "labelled"):
             raise ConfigError(f"kind is {self.kind!r}; choose pairs or labelled")
@@ -70,11 +73,6 @@ class Preferences:
         """What is rendered of a row."""
         names = ("chosen", "rejected") if self.kind == "pairs" else ("completion",)
         return RowTexts(row.turns, tuple(row.columns[name] for name in names), row.tools)
-
-    @property
-    def option(self) -> str:
-        """The option with which a user raises `max_tokens`."""
-        return "max_tokens"
 
     def require_held_out(self) -> None:
         """Raise ConfigError if no row is held out."""
