@@ -164,7 +164,7 @@ class PassRates:
     def note_asked(self, row: int) -> None:
         """Note that a group of the row was asked."""
         if not self._is_open(row):
-            self._buckets.note_waiting(row)
+            self._buckets.count_waiting(row, 1)
         known = self._known.setdefault(self._names[row], [0.0, -1.0, 0.0, 0.0])
         known[ASKED] += 1
         known[AT] = self._number
@@ -185,7 +185,7 @@ class PassRates:
         if (row := self._rows.get(outcome.prompt_id)) is not None:  # else the data have lost the row since
             self._buckets.count_samples(row, passed, len(outcome.raw_rewards))
             if not self._is_open(row):
-                self._buckets.note_answered(row)
+                self._buckets.count_waiting(row, -1)
                 self._unsolved_rows.put_number(row)
             self._weigh_row(row)
         return True
@@ -216,9 +216,9 @@ class PassRates:
             if (row := self._rows.get(name)) is None:
                 continue
             if self._is_open(row):
-                self._buckets.note_waiting(row)
+                self._buckets.count_waiting(row, 1)
             else:
-                self._buckets.note_resting(row)
+                self._buckets.count_waiting(row, 0)
                 self._unsolved_rows.put_number(row)
             self._weigh_row(row)
 
@@ -296,20 +296,12 @@ class RateBuckets:
         assert row is not None, "a row does not wait"
         return row
 
-    def note_waiting(self, row: int) -> None:
-        """Note that the row's outcome is expected now, and was not before."""
-        self._waiting[self.of_row[row]] += 1
-
-    def note_resting(self, row: int) -> None:
-        """Note that the row has been asked, and that no outcome of it is expected."""
+    def count_waiting(self, row: int, change: int) -> None:
+        """Note whether the outcome of the row is expected now (1), has arrived (−1), or is not expected (0)."""
         bucket = self.of_row[row]
-        if self._size(bucket) > 1:
+        self._waiting[bucket] += change
+        if change < 1 and self._size(bucket) > 1:  # it may be asked again
             self._again.setdefault(bucket, RisingQueue(self._visits_if_answered)).put_number(row)
-
-    def note_answered(self, row: int) -> None:
-        """Note that the last outcome that was expected of the row has arrived."""
-        self._waiting[self.of_row[row]] -= 1
-        self.note_resting(row)
 
     def count_samples(self, row: int, passed: int, samples: int) -> None:
         """Add a group of the row to the pass rate of its bucket."""

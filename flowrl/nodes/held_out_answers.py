@@ -89,21 +89,6 @@ class ScoredBy:
         return next((part for part in self.functions if part.place in places), None)
 
 
-class AskedFunctions:
-    """A client of functions and servers, and the columns that it gets for a row."""
-
-    def __init__(self, client: RewardClient, parts: Sequence[Part], task: Task) -> None:
-        self._client, self._parts, self._task = client, parts, task
-
-    async def ask_verdicts(self, sample: Sample, row: Row) -> Verdicts:
-        """The verdicts about one answer to `row`. Raises BadReward."""
-        columns = {**row.columns, **asked_columns(self._parts, self._task, row)}
-        return await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
-
-    async def close(self) -> None:
-        await self._client.close()
-
-
 class HeldOutScores:
     """Scores the answers to rows of `task` as `by` says: by functions and servers, by the reward model behind `score`,
     or by a sum of both.
@@ -120,24 +105,32 @@ class HeldOutScores:
         open_client: Callable[[Sequence[Part]], RewardClient],
         count: Callable[[str, float], None],
     ) -> None:
-        self.by, self._score, self._count = by, score, count
-        self._functions = AskedFunctions(open_client(by.functions), by.functions, task) if by.functions else None
+        self.by, self._task, self._score, self._count = by, task, score, count
+        self._functions = open_client(by.functions) if by.functions else None
         verifier = () if by.among_functions or not by.by_model else by.verifier
-        self._verifier = AskedFunctions(open_client(verifier), verifier, task) if verifier else None
+        self._verifier = open_client(verifier) if verifier else None
         """What decides whether answers are right; None if nothing does, or if one of the functions does."""
+
+    async def _ask_verdicts(self, client: RewardClient, parts: Sequence[Part], sample: Sample, row: Row) -> Verdicts:
+        """The verdicts about one answer to `row`. Raises BadReward."""
+        columns = {**row.columns, **asked_columns(parts, self._task, row)}
+        return await client.ask([sample.prompt_text], [sample.response_text], [columns])
 
     async def score_answer(self, sample: Sample, row: Row) -> Marked | None:
         """The score of an answer to `row`; None if there is none, and the answer does not count."""
         if not self.by.by_model:
             assert self._functions is not None, "a reward has parts"
             try:
-                return Marked(sample, (await self._functions.ask_verdicts(sample, row)).scores[0])
+                verdicts = await self._ask_verdicts(self._functions, self.by.functions, sample, row)
+                return Marked(sample, verdicts.scores[0])
             except BadReward as bad:  # where functions give no score, it is 0
                 self._count(f"evaluation_{bad.reason}", 1)
                 return Marked(sample, 0.0)
         try:
             model = await self._score(score_question(sample, row))
-            beside = None if self._functions is None else await self._functions.ask_verdicts(sample, row)
+            beside = None
+            if self._functions is not None:
+                beside = await self._ask_verdicts(self._functions, self.by.functions, sample, row)
         except (SampleFailed, BadReward) as bad:
             self._count(f"evaluation_{getattr(bad, 'reason', bad)}", 1)
             return None
@@ -156,15 +149,16 @@ class HeldOutScores:
         if self._verifier is None:
             return False
         try:
-            return full_marks((await self._verifier.ask_verdicts(sample, row)).scores[0])
+            verdicts = await self._ask_verdicts(self._verifier, self.by.verifier, sample, row)
+            return full_marks(verdicts.scores[0])
         except BadReward as bad:
             self._count(f"evaluation_{bad.reason}", 1)
             return False
 
     async def close(self) -> None:
-        for asked in (self._functions, self._verifier):
-            if asked is not None:
-                await asked.close()
+        for client in (self._functions, self._verifier):
+            if client is not None:
+                await client.close()
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,6 @@ class Demonstrations(GivenRows[Trainable]):
     def facts(self) -> Facts:
         return Facts(group_size=1, longest_response=self.max_tokens, drops=True, keeps_lineage=False)
 
-    def check(self, facts: object) -> list[str]:
-        return [f"max_tokens is {self.max_tokens}; it needs at least 2"] if self.max_tokens < 2 else []
-
     def check_rows(self) -> str | None:
         rows = self.given_rows()
         require_responses(self.task, rows)

@@ -60,7 +60,7 @@ class GivenAnswers(GivenRows[Sample]):
 
     def check(self, facts: object) -> list[str]:
         problems = [] if 0 < self.share <= 1 else [f"share is {self.share}; it has to be above 0, and at most 1"]
-        return problems + ([f"max_tokens is {self.max_tokens}; it needs at least 2"] if self.max_tokens < 2 else [])
+        return [*problems, *super().check(facts)]
 
     def check_rows(self) -> str | None:
         found = load_rows(self.task, whole=True)

@@ -53,6 +53,9 @@ class GivenRows(Node, Generic[S]):
         self.max_tokens = max_tokens
         self.too_long: TooLong = too_long
 
+    def check(self, facts: object) -> list[str]:
+        return [f"max_tokens is {self.max_tokens}; it needs at least 2"] if self.max_tokens < 2 else []
+
     def given_rows(self) -> Sequence[Row]:
         """The rows that prompts come from; a process reads them only once."""
         raise NotImplementedError
