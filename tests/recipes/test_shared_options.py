@@ -27,7 +27,7 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.nodes.episodes.episode_node import EpisodeNode
-from flowrl.nodes.groups.selection import Selection
+from flowrl.nodes.groups.group_filter import FilteringNode
 from flowrl.nodes.scoring.reference import EpisodeReference
 from flowrl.training.loss.policy_objective import PolicyObjective
 
@@ -194,11 +194,11 @@ def test_the_constant_aggregation_divides_by_the_longest_response(name: str, len
 @pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["dynamic-sampling"] - {"self_play"}))
 def test_groups_without_a_signal_can_be_filtered_everywhere(name: str) -> None:
     made = graph(name, "--mean-between", "0.1", "0.9", "--max-filtered-per-step", "9", "--groups-per-step", "8")
-    ((dynamic),) = [node.dynamic for node in nodes(made, (GroupAdvantage, Selection))]
+    ((dynamic),) = [node.dynamic for node in nodes(made, FilteringNode)]
     assert (dynamic.groups_per_step, dynamic.mean_between, dynamic.max_filtered_per_step) == (8, (0.1, 0.9), 9)
     assert check(made, CLUSTER).problems == ()
     plain = graph(name, *(("--no-dynamic-sampling",) if name == "dapo" else ()))
-    assert [node.dynamic for node in nodes(plain, (GroupAdvantage, Selection))] == [None]
+    assert [node.dynamic for node in nodes(plain, FilteringNode)] == [None]
 
 
 @pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["normalise-rewards"] - {"self_play"}))
