@@ -94,7 +94,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "nodes": {
         "curriculum": set(),
-        "engine_options": set(),
+        "vllm_options": set(),
+        "engine_options": {"vllm_options"},
         "sampling": set(),
         "model_memory": {"engine_options"},
         "trainer": {"model_memory"},
