@@ -10,12 +10,13 @@ from flowrl.graph.graph import Graph
 from flowrl.graph.machine import Cluster, Machine
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Join, Members, Out, Serve, join
-from flowrl.messages import Batch, Group, Message, Prompt, Sample, Scored, Tombstone, Trainable, Weights
+from flowrl.messages import Batch, Column, Group, Message, Prompt, Sample, Scored, Tombstone, Trainable, Weights
 
 __all__ = [
     "Batch",
     "Call",
     "Cluster",
+    "Column",
     "ConfigError",
     "Facts",
     "FlowrlError",

@@ -44,6 +44,7 @@ from typing import (
 from flowrl.graph.annotations import declared_types
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.graph.routes import WeightTransport
+from flowrl.messages import Column
 
 if TYPE_CHECKING:
     from flowrl.graph.routes import WeightRoute
@@ -196,6 +197,10 @@ class Facts:
     its samples from such nodes, directly or through others, needs no correction."""
     memory_bytes: int = 0
     """Host memory of one replica, 0 if unknown."""
+    columns: tuple[Column, ...] = ()
+    """Columns that the node adds to the samples that it sends (`Sample.with_column`)."""
+    needed_columns: tuple[Column, ...] = ()
+    """Columns that the node reads of its samples: some node before it has to add them."""
     message_bytes: Mapping[str, int] = field(default_factory=dict)
     """Largest message by Out port, if the default estimate (from the token lengths) is far off."""
 

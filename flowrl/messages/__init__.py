@@ -15,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from flowrl.errors import FlowrlError
 from flowrl.messages import packing
 from flowrl.messages.base import Message as Message
+from flowrl.messages.token_columns import Column as Column
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -94,6 +96,26 @@ OF_PROMPT = ("sample_id", "group_id", "prompt_id", "epoch", "member", "group_siz
 
 
 @dataclass(frozen=True)
+class ColumnValues(Message):
+    """The values of a column that a node has added to a sample, with what the column's declaration says."""
+
+    flat: npt.NDArray[Any]
+    """All values one after the other: short arrays of one axis are sent together."""
+    shape: tuple[int, ...] = ()
+    per: str = "token"
+    in_digest: bool = False
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        """[tokens of all sequences, ...], or [1, ...] if there is one value for the sample."""
+        return self.flat.reshape(-1, *self.shape)
+
+    def cut(self, start: int, end: int | None) -> ColumnValues:
+        """The values of these tokens; of a column of the sample, its one value."""
+        return self if self.per == "sample" else replace(self, flat=self.values[start:end].reshape(-1))
+
+
+@dataclass(frozen=True)
 class Branch(Message):
     """A further sequence of an episode whose context was rewritten; its arrays are like those of `Sample`.
 
@@ -113,6 +135,17 @@ class Sample(Message):
     `policy_mask` marks the tokens that the policy sampled; `behavior_logprobs` and `versions` are meaningful only there
     (0 and -1 elsewhere). An episode may have several sequences: its own and `branches`; `ref_logprobs` cover all.
     """
+
+    token_columns: ClassVar[tuple[Column, ...]] = (
+        Column("token_ids", "int32", in_digest=True, in_branches=True),
+        Column("policy_mask", "bool", in_branches=True),
+        Column("behavior_logprobs", in_digest=True, in_branches=True),
+        Column("versions", "int32", in_digest=True, in_branches=True),
+        Column("ref_logprobs"),
+        Column("teacher_logprobs"),
+        Column("values"),
+    )
+    """The fields that hold a value for each token; those that nodes may leave out are None."""
 
     sample_id: str
     group_id: str
@@ -148,6 +181,8 @@ class Sample(Message):
     generated_s: float = 0.0
     branches: tuple[Branch, ...] = ()
     """The sequences after the first, in the order of their beginnings."""
+    added_columns: Mapping[str, ColumnValues] | None = None
+    """By name, the columns that nodes have declared (`Facts.columns`) and added. Read them by `column`."""
 
     @classmethod
     def of(cls, prompt: Prompt, **content: Any) -> Self:
@@ -168,15 +203,94 @@ class Sample(Message):
         """Number of tokens of all sequences."""
         return sum(sequence.token_ids.size for sequence in self.sequences)
 
+    def column(self, name: str) -> npt.NDArray[Any] | None:
+        """The values of a column for all sequences, one after the other; None if the sample lacks it.
+
+        The column is one of `token_columns`, or one that a node has added.
+        """
+        if self.added_columns is not None and name in self.added_columns:
+            return self.added_columns[name].values
+        found: npt.NDArray[Any] | None
+        declared = next((column for column in self.token_columns if column.name == name), None)
+        if declared is None:
+            return None
+        if declared.in_branches and self.branches:
+            found = np.concatenate([getattr(sequence, name) for sequence in self.sequences])
+        else:
+            found = getattr(self, name)
+        return found
+
+    def with_column(self, column: Column, values: npt.ArrayLike) -> Self:
+        """The sample with the values of `column`: one for each token of all sequences, in their order, or a single one.
+
+        Raises FlowrlError if the values are not what the column declares, or the sample has such a column already.
+        """
+        array = np.asarray(values)
+        wanted = (self.num_tokens if column.per == "token" else 1, *column.shape)
+        if array.dtype != column.dtype or array.shape != wanted:
+            raise FlowrlError(
+                f"sample {self.sample_id!r}: the column {column} got an array of {array.dtype} {[*array.shape]}; it "
+                f"needs {column.dtype} {[*wanted]}"
+            )
+        if hasattr(self, column.name) or column.name in (self.added_columns or ()):
+            raise FlowrlError(
+                f"sample {self.sample_id!r} has {column.name!r} already; give the column {column} another name"
+            )
+        made = ColumnValues(array.reshape(-1), column.shape, column.per, column.in_digest)
+        return replace(self, added_columns={**(self.added_columns or {}), column.name: made})
+
+    def with_columns_of(self, other: Sample) -> Self:
+        """The sample with those columns of `other`, the same sample from another branch of the graph, that it lacks."""
+        lacking = {
+            column.name: value
+            for column in self.token_columns
+            if getattr(self, column.name) is None and (value := getattr(other, column.name, None)) is not None
+        }
+        if other.added_columns:
+            lacking["added_columns"] = {**other.added_columns, **(self.added_columns or {})}
+        return replace(self, **lacking)
+
+    def cut_tokens(self, start: int) -> Self:
+        """The sample, which has no branches, without its first `start` tokens, all of which are of its prompt."""
+        kept: dict[str, Any] = {
+            column.name: values[start:]
+            for column in self.token_columns
+            if (values := getattr(self, column.name)) is not None
+        }
+        if self.added_columns is not None:
+            kept["added_columns"] = {name: added.cut(start, None) for name, added in self.added_columns.items()}
+        return replace(self, **kept, prompt_tokens=self.prompt_tokens - start)
+
+    def split_rows(self) -> list[Self]:
+        """One sample for each sequence."""
+        if not self.branches:
+            return [self]
+        ends = np.cumsum([sequence.token_ids.size for sequence in self.sequences]).tolist()
+        spans = [*pairwise([0, *ends])]
+        rows: list[dict[str, Any]] = [{"branches": ()} for _ in spans]
+        for column in self.token_columns:
+            if column.in_branches:
+                parts = [getattr(sequence, column.name) for sequence in self.sequences]
+            elif (values := getattr(self, column.name)) is None or len(values) != ends[-1]:
+                continue
+            else:
+                parts = [values[start:end] for start, end in spans]
+            for row, part in zip(rows, parts, strict=True):
+                row[column.name] = part
+        if self.added_columns is not None:
+            for row, (start, end) in zip(rows, spans, strict=True):
+                row["added_columns"] = {name: added.cut(start, end) for name, added in self.added_columns.items()}
+        return [replace(self, **row) for row in rows]
+
     @property
     def whole_mask(self) -> Bool:
         """`policy_mask` of all sequences, one after the other."""
-        return np.concatenate([one.policy_mask for one in self.sequences]) if self.branches else self.policy_mask
+        return cast(Bool, self.column("policy_mask"))
 
     @property
     def whole_versions(self) -> Int32:
         """`versions` of all sequences, one after the other."""
-        return np.concatenate([one.versions for one in self.sequences]) if self.branches else self.versions
+        return cast(Int32, self.column("versions"))
 
     @property
     def response_tokens(self) -> int:
@@ -215,6 +329,13 @@ class Trainable(Scored):
 
     `advantages`, `loss_mask` and `returns` cover all sequences, one after the other.
     """
+
+    token_columns: ClassVar[tuple[Column, ...]] = (
+        *Scored.token_columns,
+        Column("advantages"),
+        Column("loss_mask", "bool"),
+        Column("returns"),
+    )
 
     advantages: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
     loss_mask: Bool | None = None

@@ -282,6 +282,7 @@ class Trainer(ResidentNode):
             parted_by=("tensor" if self.tensor_parallel_size > 1 else "sequence") + "_parallel_size",
             accumulate=self.accumulate,
             correction=getattr(self.objective, "correction_name", None),
+            needed_columns=getattr(self.objective, "needed_columns", ()),
             whole_batches=explain_whole_batches(
                 self.objective, self.zero, epochs=self.epochs, balance=self.router_aux_loss_coef
             ),

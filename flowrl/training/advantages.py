@@ -403,12 +403,12 @@ class Estimate:
 
     def compute_kl(self, samples: Sequence[Scored]) -> Array:
         """kl_t to the reference at every policy token, estimated from the behavior policy's logprobs."""
-        behavior_K = [np.concatenate([one.behavior_logprobs for one in sample.sequences]) for sample in samples]
+        behavior_KT = stack_rows([self._require_array(sample, "behavior_logprobs") for sample in samples])
         reference_KT = stack_rows([self._require_array(sample, "ref_logprobs") for sample in samples])
-        return kl_per_token(stack_rows(behavior_K) - reference_KT, self.kl_estimator)
+        return kl_per_token(behavior_KT - reference_KT, self.kl_estimator)
 
     def _require_array(self, sample: Scored, name: str) -> Float32:
-        found: Float32 | None = getattr(sample, name)
+        found: Float32 | None = sample.column(name)
         if found is not None:
             return found
         if name == "values":

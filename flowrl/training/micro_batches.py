@@ -53,28 +53,11 @@ def split_in_rows(part: Batch, masks: Sequence[Bool]) -> tuple[Batch, list[Bool]
     shares: list[RowShare | None] = []
     for sample, mask in zip(part.samples, masks, strict=True):
         parts = split_by_sequence(sample, mask)
+        rows += sample.split_rows()
         shown += parts
         if not sample.branches:
-            rows.append(sample)
             shares.append(None)
             continue
-        arrays: dict[str, list[Any]] = {
-            name: split_by_sequence(sample, value)
-            for name in ("advantages", "loss_mask", "returns", "ref_logprobs")
-            if (value := getattr(sample, name)) is not None
-        }
-        rows += [
-            replace(
-                sample,
-                token_ids=sequence.token_ids,
-                policy_mask=sequence.policy_mask,
-                behavior_logprobs=sequence.behavior_logprobs,
-                versions=sequence.versions,
-                branches=(),
-                **{name: values[number] for name, values in arrays.items()},
-            )
-            for number, sequence in enumerate(sample.sequences)
-        ]
         pairs = zip(sample.sequences, parts, strict=True)
         trained = [int(mask[policy_places(one.policy_mask)].sum()) for one, mask in pairs]
         first = next((number for number, tokens in enumerate(trained) if tokens), None)
@@ -247,6 +230,8 @@ def find_pairs(samples: Sequence[Trainable], trained: Sequence[Bool]) -> list[tu
     return [(rows[1], rows[-1]) for rows in by_pair.values() if len(rows) == 2]
 
 
+_padding: dict[str, Any] = {column.name: column.make_zeros(2) for column in Trainable.token_columns}
+_padding["policy_mask"] = np.array([False, True])
 PADDING = Trainable(
     sample_id="",
     group_id="",
@@ -256,17 +241,9 @@ PADDING = Trainable(
     group_size=1,
     prompt_text="",
     response_text="",
-    token_ids=np.zeros(2, np.int32),
-    policy_mask=np.array([False, True]),
-    behavior_logprobs=np.zeros(2, np.float32),
-    versions=np.zeros(2, np.int32),
     prompt_tokens=1,
     truncated=False,
     generator="",
-    ref_logprobs=np.zeros(2, np.float32),
-    teacher_logprobs=np.zeros(2, np.float32),
-    values=np.zeros(2, np.float32),
-    returns=np.zeros(2, np.float32),
-    advantages=np.zeros(2, np.float32),
+    **_padding,
 )
 """The content of an empty micro-batch; its mask excludes every token from the loss."""

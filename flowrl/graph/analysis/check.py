@@ -115,6 +115,7 @@ def _find_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from size_rules.group_problems(graph)
     yield from size_rules.model_problems(graph)
     yield from size_rules.layout_problems(graph)
+    yield from size_rules.column_problems(graph)
     yield from size_rules.held_out_problems(graph)
     if not loose:  # an unconnected port would be the cause of anything that these checks find missing on a path
         yield from connection_rules.feedback_problems(graph)

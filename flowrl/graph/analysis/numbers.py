@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flowrl.graph.analysis.branches import reachable_nodes
 from flowrl.graph.graph import Admission, Edge, Graph, carried_type, port_owner
 from flowrl.graph.node import Facts
-from flowrl.messages import Batch, Group, Message, Prompt, Sample, Trainable, Weights
+from flowrl.messages import Batch, Column, Group, Message, Prompt, Sample, Trainable, Weights
 
 SMALL_MESSAGE_BYTES = 1 << 10
 UNKNOWN_MESSAGE_BYTES = 4 << 10
 MANIFEST_BYTES = 64 << 10
 LANE_MESSAGES = 32
 OPEN_REQUESTS = 64
-BYTES_PER_TOKEN: dict[type[Message], int] = {Prompt: 8, Trainable: 32, Sample: 24, Group: 32, Batch: 32}
-"""Bytes of a token's array entries plus its share of the text, rounded up; the first matching class applies."""
+TEXT_BYTES = 4
+"""A token's share of the text."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,34 @@ def message_bytes(graph: Graph, edge: Edge, numbers: Numbers) -> int:
     message = carried_type(edge.out)
     if issubclass(message, Weights):
         return MANIFEST_BYTES
-    per_token = next((size for kind, size in BYTES_PER_TOKEN.items() if issubclass(message, kind)), None)
-    if per_token is None or numbers.longest_sample is None:
+    kind = Trainable if issubclass(message, Group | Batch) else message
+    if not issubclass(kind, Prompt | Sample) or numbers.longest_sample is None:
         return UNKNOWN_MESSAGE_BYTES
-    return _samples_in(message, numbers) * (SMALL_MESSAGE_BYTES + per_token * numbers.longest_sample)
+    added = added_columns(graph, port_owner(edge.out)) if issubclass(kind, Sample) else {}
+    per_token = bytes_per_token(kind) + sum(one.value_bytes for one in added if one.per == "token")
+    per_sample = SMALL_MESSAGE_BYTES + sum(one.value_bytes for one in added if one.per == "sample")
+    return _samples_in(message, numbers) * (per_sample + per_token * numbers.longest_sample)
+
+
+def bytes_per_token(kind: type[Prompt | Sample]) -> int:
+    """Bytes of a token's entries in the columns of the class plus its share of the text, rounded up to 8.
+
+    Of the columns that nodes may leave out, those of a Trainable count; the others are rare.
+    """
+    if not issubclass(kind, Sample):
+        return 2 * TEXT_BYTES  # an id, as large as the text
+    known = (column for column in kind.token_columns if column.in_branches or column not in Sample.token_columns)
+    return -(-(TEXT_BYTES + sum(column.value_bytes for column in known)) // 8) * 8
+
+
+def added_columns(graph: Graph, node: str) -> dict[Column, str]:
+    """The columns that the samples sent by `node` may have -> the node that adds the column."""
+    return {
+        column: name
+        for name, adds in graph.nodes.items()
+        if (columns := adds.facts().columns) and node in reachable_nodes(graph, name)
+        for column in columns
+    }
 
 
 def _samples_in(message: type[Message], numbers: Numbers) -> int:

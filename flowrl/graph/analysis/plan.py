@@ -14,7 +14,7 @@ from flowrl.graph.analysis.place import HostPlan, place_replicas
 from flowrl.graph.graph import Edge, EdgeKind, Graph, carried_type, port_name, port_owner
 from flowrl.graph.machine import Cluster
 from flowrl.graph.routes import WeightRoute, WeightTransport
-from flowrl.messages import Weights
+from flowrl.messages import Column, Weights
 from flowrl.messages.base import type_name
 
 __all__ = ["CallPlan", "EdgePlan", "HostPlan", "LanePlan", "Plan", "WeightPlan", "make_plan"]
@@ -113,6 +113,8 @@ class Plan:
     """For each port: the trainers that its samples can reach, and the copies that arrive."""
     homeless: tuple[str, ...] = ()
     """Hosts for which the cluster has no devices; none in a plan that runs."""
+    columns: tuple[tuple[Column, str], ...] = ()
+    """Each column that a node adds to samples, with the node's name."""
     stand_ins: tuple[str, ...] = ()
     """The nodes that continue if they lose a replica (`stand_ins`)."""
 
@@ -176,6 +178,7 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
         in_pieces=in_pieces(graph),
         ports=branches.port_plans(),
         homeless=homeless,
+        columns=tuple((one, name) for name, node in graph.nodes.items() for one in node.facts().columns),
         stand_ins=stand_ins(graph, hosts, [(one.consumer, one.transport) for one in weights]),
     )
 

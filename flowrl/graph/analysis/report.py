@@ -25,6 +25,7 @@ def render_report(report: Report) -> str:
                 [_edge_words(plan, e.name) for e in plan.edges],
             ),
             "",
+            *_column_lines(plan),
             *_branch_lines(plan),
             *_table_lines(("process", "nodes", "cores", "GPUs", "machine"), [_host_words(host) for host in plan.hosts]),
             *_note_lines(report),
@@ -87,6 +88,24 @@ def number_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 def _number_words(plan: Plan) -> Iterator[str]:
     for name, text in number_lines(plan):
         yield f"  {name:<18}{text}"
+
+
+def _column_lines(plan: Plan) -> Iterator[str]:
+    """What nodes add to each token or sample."""
+    if not plan.columns:
+        return
+    rows: list[tuple[str, ...]] = [
+        (
+            column.name,
+            node,
+            f"{column.dtype}{[*column.shape] if column.shape else ''}",
+            f"{column.value_bytes} B a {column.per}",
+            "yes" if column.in_digest else "no",
+        )
+        for column, node in plan.columns
+    ]
+    yield from _table_lines(("column", "added by", "value", "size", "in digest"), rows)
+    yield ""
 
 
 def _branch_lines(plan: Plan) -> Iterator[str]:

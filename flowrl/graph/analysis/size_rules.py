@@ -12,15 +12,16 @@ or more (Little's law); this bound is the larger one if E is less than the ticke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flowrl.graph.analysis.branches import nodes_past, reachable_nodes
-from flowrl.graph.analysis.numbers import Numbers, longest_sequence_for, nodes_that_ask
+from flowrl.graph.analysis.numbers import Numbers, added_columns, longest_sequence_for, nodes_that_ask
 from flowrl.graph.analysis.place import PlacedUnit, device_pools, merge_units, unit_need
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, port_owner
 from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster, files_problem
 from flowrl.graph.node import Facts
+from flowrl.messages import Trainable
 
 COUNTS = (
     "group_size",
@@ -98,6 +99,32 @@ def layout_problems(graph: Graph) -> Iterator[str]:
                 f"{port_owner(edge.out)} packs trees of shared prefixes (layout={batcher.layout!r}), but "
                 f"{port_owner(edge.into)} computes rows; give {port_owner(edge.out)} layout='rows'."
             )
+
+
+def column_problems(graph: Graph) -> Iterator[str]:
+    """A column has one declaration and one node that adds it, and is there where it is read."""
+    adders: dict[str, list[str]] = {}
+    for name, node in graph.nodes.items():
+        for column in node.facts().columns:
+            adders.setdefault(column.name, []).append(name)
+            if any(column.name == one.name for one in fields(Trainable)):
+                yield f"{name} adds the column {column}, but samples have a field of this name; give it another name."
+    for column_name, names in adders.items():
+        if len(names) > 1:
+            yield f"{' and '.join(names)} both add a column {column_name!r}; give one of the columns another name."
+    for name, node in graph.nodes.items():
+        known = {column.name: column for column in added_columns(graph, name)}
+        for column in node.facts().needed_columns:
+            if column.name not in known:
+                yield (
+                    f"{name} reads the column {column}, which no node before it adds; declare it in the facts of the "
+                    f"node that adds it, Facts(columns=...), or leave it out of {name}."
+                )
+            elif known[column.name] != column:
+                yield (
+                    f"{name} reads the column {column}, but it is declared as {known[column.name]} where it is added; "
+                    "use one declaration in both places."
+                )
 
 
 def model_problems(graph: Graph) -> Iterator[str]:

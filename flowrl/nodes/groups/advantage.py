@@ -84,6 +84,6 @@ class JoinedAdvantage(GroupAdvantage):
 
     async def run(self) -> None:
         async for pairs in join(self.scored, self.referenced).groups(self.size):
-            samples = tuple(dataclasses.replace(s, ref_logprobs=r.ref_logprobs) for s, r in pairs.items)
+            samples = tuple(scored.with_columns_of(referenced) for scored, referenced in pairs.items)
             members = Members(pairs.group_id, pairs.ticket, pairs.size, samples, pairs.lost)
             await self._send_or_filter(members, [scored for scored, _ in pairs.items])

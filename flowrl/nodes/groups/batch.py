@@ -27,7 +27,7 @@ import numpy as np
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Out
-from flowrl.messages import Batch, Bool, Group, Trainable, ValueQuestion, Values, no_ids, no_logprobs, packed
+from flowrl.messages import Batch, Bool, Group, Trainable, ValueQuestion, Values, no_logprobs, packed
 from flowrl.messages.forest import num_shared
 from flowrl.nodes.groups.group_filter import judged_metrics, source_metrics
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
@@ -321,10 +321,6 @@ and with ZeRO-3 a pass of all parameters over the network."""
 PACE_S = 0.5
 """At most one piece is sent in this many seconds. A piece costs the trainer some hundredths of a second, whatever its
 size; a batch that forms in less than PACE_S comes whole."""
-_NO_ARRAYS: dict[str, Any] = {"behavior_logprobs": no_logprobs(), "versions": no_ids()}
-_NO_COLUMNS: dict[str, Any] = {"advantages": no_logprobs()} | dict.fromkeys(
-    ("ref_logprobs", "teacher_logprobs", "teacher_hidden", "values", "loss_mask", "returns", "mismatched")
-)
 
 
 @dataclass(frozen=True)
@@ -336,13 +332,17 @@ class BegunBatch:
 
     def with_piece(self, groups: Sequence[Group]) -> BegunBatch:
         """This batch with one more piece. It keeps copies, which stay valid after the groups are finished."""
+        emptied = [one for one in Trainable.token_columns if one.name not in ("token_ids", "policy_mask")]
+        of_sequence: dict[str, Any] = {one.name: one.make_zeros(0) for one in emptied if one.in_branches}
+        of_sample: dict[str, Any] = {one.name: None for one in emptied if not one.in_branches}
+        of_sample |= {"advantages": no_logprobs(), "teacher_hidden": None, "mismatched": None, "added_columns": None}
         kept = []
         for group in groups:
             samples = []
             for sample in group.samples:
                 task = {OF_TASK: sample.columns[OF_TASK]} if OF_TASK in sample.columns else {}
-                branches = tuple(replace(branch, **_NO_ARRAYS) for branch in sample.branches)
-                samples.append(replace(sample, columns=task, branches=branches, **_NO_ARRAYS, **_NO_COLUMNS))
+                branches = tuple(replace(branch, **of_sequence) for branch in sample.branches)
+                samples.append(replace(sample, columns=task, branches=branches, **of_sequence, **of_sample))
             kept.append(copy.deepcopy(replace(group, samples=tuple(samples))))
         return BegunBatch((*self.groups, *kept), self.num_pieces + 1)
 

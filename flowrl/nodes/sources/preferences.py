@@ -230,15 +230,7 @@ class Renderer:
         excess = max(len(sample.token_ids) for sample in samples) - self._max_tokens
         if not self._truncates or not 0 < excess < min(sample.prompt_tokens for sample in samples):
             return samples
-        arrays = ("token_ids", "policy_mask", "behavior_logprobs", "versions", "advantages")
-        return tuple(
-            replace(
-                sample,
-                **{name: getattr(sample, name)[excess:] for name in arrays},
-                prompt_tokens=sample.prompt_tokens - excess,
-            )
-            for sample in samples
-        )
+        return tuple(sample.cut_tokens(excess) for sample in samples)
 
     def _make_sample(self, row: Row, member: int, reply: ReplyMessage, label: int) -> Trainable:
         chat = self._chat.with_tools(row.tools)

@@ -5,7 +5,8 @@ rules for times, because clocks are adjusted and differ between machines, and no
 chooses. Only the chain protects these columns.
 
 A span agrees with a request of its sample if number of tokens, place and digest are equal. Then the ids of the whole
-context, the sampled ids, their logprobs and their versions are equal too (flowrl.runtime.ledger.token_digest).
+context, the sampled ids, their logprobs, their versions and what nodes have added to the digest are equal too
+(flowrl.runtime.ledger.token_digest).
 
 A sample that was not asked turn by turn is booked together with its requests. The requests of an episode are booked by
 generators, and the episode by another node, so a run that is in progress, or has failed, may lack some of these rows. A
@@ -295,7 +296,8 @@ SPANS = (
     Check(
         "spans",
         "{1} was fed {4} tokens of sample {0} after its first {3} at step {2}, and no request sampled exactly these "
-        "tokens in this context: a node has changed ids, policy mask, logprobs or versions after they were sampled",
+        "tokens in this context: a node has changed ids, policy mask, logprobs or versions, or a column that the "
+        "digest covers, after they were sampled",
         "SELECT sample_id, trainer, p.step, start, tokens FROM spans p JOIN samples s USING (sample_id)"
         f" WHERE NOT EXISTS (SELECT 1 FROM requests r WHERE {AGREES}) AND ({WHOLE}"
         f" OR EXISTS (SELECT 1 FROM requests r WHERE {AT_PLACE} AND r.abandoned IS NULL))",

@@ -20,7 +20,7 @@ import numpy as np
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
 from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.runtime.ledger.long_tables import EARLY
-from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_of
+from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_by_sequence
 from flowrl.wire.encoding.cost import chunked
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class LedgerClient:
         reason = "length" if sample.truncated else "stop"
         requests = [
             (*span, *_version_range(sequence.versions[span.start :][: span.tokens]))
-            for sequence in sample.sequences
-            for span in spans_of(sequence)
+            for sequence, spans in zip(sample.sequences, spans_by_sequence(sample), strict=True)
+            for span in spans
         ]
         self._add("generated", *_rollout_row(sample), reason, requests)
 

@@ -1,26 +1,35 @@
 """Digests of policy spans: they prove that the tokens a trainer was fed are the tokens that were sampled.
 
 A policy span is a run of tokens that the policy sampled one after another. Its digest covers the ids of the whole
-context before it, its own ids, their behavior logprobs and their versions. The generator books the digest of each
-request, the trainer books the digests of the rows that it is fed, and the audit compares the two.
+context before it, its own ids, and their values in every column that is declared `in_digest`: behavior logprobs,
+versions, and those that nodes have added. The generator books the digest of each request, the trainer books the digests
+of the rows that it is fed, and the audit compares the two.
 
-Arrays are hashed as int32 and float32; integers beyond 32 bits are refused, floats are rounded.
+Fields of messages are hashed as int32 and float32; integers beyond 32 bits are refused, floats are rounded. Values of
+added columns are hashed as they are, after the column's name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flowrl.errors import FlowrlError
-from flowrl.messages import Branch, Sample
+from flowrl.messages import Branch, ColumnValues, Sample
 
 DIGEST_BYTES = 16
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+DIGESTED = tuple(
+    (column.name, FLOAT32 if column.dtype == "float32" else INT32)
+    for column in Sample.token_columns
+    if column.in_digest and column.name != "token_ids"
+)
+"""The fields of which a digest covers the span's own values; of the ids it covers the whole context's."""
 SIZES = struct.Struct("<qq")
 """The number of tokens of the context, and of the span: the last bytes that are hashed."""
 
@@ -40,33 +49,57 @@ def request_digest(context_ids: Array, token_ids: Array, logprobs: Array, versio
     """The digest of a request that sampled `token_ids` [N], `logprobs` [N] and `versions` [N] after `context_ids`."""
     ids = hashlib.blake2b(_integers(context_ids), digest_size=DIGEST_BYTES)
     ids.update(_integers(token_ids))
-    return _digest(ids, logprobs, versions, len(context_ids))
+    return _digest(ids, ((logprobs, FLOAT32), (versions, INT32)), (), len(context_ids))
 
 
 def policy_spans(sample: Sample) -> list[PolicySpan]:
     """Every maximal run of `policy_mask` in each of the sample's sequences, in order. Hashes each token once."""
-    return [span for sequence in sample.sequences for span in spans_of(sequence)]
+    return [span for spans in spans_by_sequence(sample) for span in spans]
 
 
-def spans_of(sequence: Sample | Branch) -> list[PolicySpan]:
-    """The policy spans of one sequence: of a branch, or the sample's own."""
+def spans_by_sequence(sample: Sample) -> list[list[PolicySpan]]:
+    """The policy spans of each of the sample's sequences."""
+    if sample.added_columns is None:
+        return [spans_of(sequence) for sequence in sample.sequences]
+    added = [(name.encode(), one) for name, one in sorted(sample.added_columns.items()) if one.in_digest]
+    found, start = [], 0
+    for sequence in sample.sequences:
+        end = start + sequence.token_ids.size
+        found.append(spans_of(sequence, [(name, values.cut(start, end)) for name, values in added]))
+        start = end
+    return found
+
+
+def spans_of(sequence: Sample | Branch, added: Sequence[tuple[bytes, ColumnValues]] = ()) -> list[PolicySpan]:
+    """The policy spans of one sequence: of a branch, or the sample's own. `added` are the names and values of the added
+    columns, for this sequence alone."""
     starts, ends = _runs(sequence.policy_mask)
-    token_ids, logprobs, versions = sequence.token_ids, sequence.behavior_logprobs, sequence.versions
+    token_ids = sequence.token_ids
+    columns = [(getattr(sequence, name), number_type) for name, number_type in DIGESTED]
     ids, hashed = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
     spans = []
     for start, end in zip(starts, ends, strict=True):
         ids.update(_integers(token_ids[hashed:end]))
         hashed = end
-        digest = _digest(ids.copy(), logprobs[start:end], versions[start:end], start)
+        own = [(values[start:end], number_type) for values, number_type in columns]
+        digest = _digest(ids.copy(), own, [(name, one.cut(start, end).flat) for name, one in added], start)
         spans.append(PolicySpan(start, end - start, digest))
     return spans
 
 
-def _digest(ids: hashlib.blake2b, logprobs: Array, versions: Array, num_context: int) -> str:
+def _digest(
+    ids: hashlib.blake2b,
+    columns: Sequence[tuple[Array, np.dtype[Any]]],
+    added: Sequence[tuple[bytes, Array]],
+    num_context: int,
+) -> str:
     """The digest from the state after all ids; changes that state."""
-    ids.update(np.ascontiguousarray(logprobs, FLOAT32).data)
-    ids.update(_integers(versions))
-    ids.update(SIZES.pack(num_context, len(logprobs)))
+    for values, number_type in columns:
+        ids.update(_as_bytes(values, number_type))
+    for name, values in added:
+        ids.update(name)
+        ids.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
+    ids.update(SIZES.pack(num_context, len(columns[0][0])))
     return ids.hexdigest()
 
 
@@ -76,6 +109,11 @@ def _runs(mask: Array) -> tuple[list[int], list[int]]:
     padded[1:-1] = mask
     edges = np.flatnonzero(np.diff(padded)).tolist()
     return edges[::2], edges[1::2]
+
+
+def _as_bytes(array: Array, number_type: np.dtype[Any]) -> memoryview:
+    """The bytes of the array as numbers of this type."""
+    return np.ascontiguousarray(array, FLOAT32).data if number_type is FLOAT32 else _integers(array)
 
 
 def _integers(array: Array) -> memoryview:

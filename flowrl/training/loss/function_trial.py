@@ -35,17 +35,21 @@ def objective_problem(objective: Objective) -> str | None:
     """What is wrong with the columns or the loss of a user's class, as the rest of a sentence that begins with its
     name; None if nothing is."""
     sample = make_up_sample()
+    for column in objective.needed_columns:
+        sample = sample.with_column(column, column.make_zeros(len(sample.token_ids) if column.per == "token" else 1))
     try:
         found = objective.columns(sample)
     except Exception as error:  # a user's method can raise anything
         return f"has a method columns that {describe_error(error)}"
     if not isinstance(found, Mapping):
         return f"has a method columns that returned a {type(found).__name__}; it has to return a dict of arrays by name"
+    axes = {column.name: column.shape for column in objective.needed_columns}
     for name, values in found.items():
-        if values is not None and np.shape(values) != sample.token_ids.shape:
+        if values is not None and np.shape(values) != (len(sample.token_ids), *axes.get(name, ())):
             return (
                 f"has a method columns that returned {name} of shape {list(np.shape(values))} for a sample of "
-                f"{len(sample.token_ids)} tokens; a column has one number for each token"
+                f"{len(sample.token_ids)} tokens; a column has one number for each token, or what `needed_columns` "
+                "declares"
             )
     return trial_problem(objective.loss, tuple(found), objective)
 
@@ -107,12 +111,16 @@ def make_up_inputs(columns: Sequence[str], rows: slice, objective: Objective) ->
         return drawn_BT[rows, : mask_BT.shape[1] if given else 0].clone()
 
     is_lm = objective.head == "lm"
+    made = {name: numbers(-1.5 if name.endswith("logprobs") else 0.0) for name in columns}
+    for column in objective.needed_columns:
+        zeros = torch.from_numpy(column.make_zeros(mask_BT.numel()))
+        made[column.name] = zeros.view(*mask_BT.shape, *column.shape)
     return LossInputs(
         logprobs_BT=numbers(-1.5, given=is_lm).requires_grad_(),
         entropies_BT=numbers(1.5, given=is_lm).requires_grad_(),
         old_logprobs_BT=numbers(-1.5, given=is_lm),
         mask_BT=mask_BT,
-        columns={name: numbers(-1.5 if name.endswith("logprobs") else 0.0) for name in columns},
+        columns=made,
         totals=TOTALS,
         values_BT=numbers(0.0, given=not is_lm).requires_grad_(),
         labels_B=labels_B,

@@ -16,16 +16,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from flowrl.messages import Bool, Float32, Trainable
+import numpy.typing as npt
+
+from flowrl.messages import Bool, Column, Trainable
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_logprobs", "returns", "values")
-"""The arrays of a `Trainable` that hold one number for each token."""
+COLUMNS = tuple(sorted(column.name for column in Trainable.token_columns if column.dtype == "float32"))
+"""The fields of a `Trainable` that hold one number for each token."""
 
 
 def trained_mask(sample: Trainable) -> Bool:
@@ -47,7 +49,8 @@ def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) 
     ]
 
 
-Column = Mapping[str, "Float32 | None"]
+SampleColumns = Mapping[str, "npt.NDArray[Any] | None"]
+"""Name -> what a sample has in that column, for all its tokens; None if it lacks the column."""
 MeanOver = Literal["tokens", "sequences", "pairs"]
 """What a loss is a mean over: the count of an optimizer step by which the whole loss is divided."""
 
@@ -101,7 +104,8 @@ class LossInputs:
     mask_BT: Tensor
     """True at tokens that enter the loss."""
     columns: Mapping[str, Tensor]
-    """The columns that the objective asked for, [B, T] each; a column that a sample lacks is absent."""
+    """The columns that the objective asked for, [B, T, the column's own axes] each; a column that a sample lacks is
+    absent."""
     totals: Totals
     values_BT: Tensor
     labels_B: Tensor
@@ -162,6 +166,12 @@ class Objective(ABC):
         return False
 
     @property
+    def needed_columns(self) -> tuple[Column, ...]:
+        """Columns that the loss reads and that are no fields of `Trainable`: a node before the trainer has to add them,
+        which `flowrl check` checks."""
+        return ()
+
+    @property
     def needs_entropy_gradient(self) -> bool:
         """Whether gradients flow through `entropies_BT`."""
         return False
@@ -198,7 +208,7 @@ class Objective(ABC):
         """
         return True
 
-    def columns(self, sample: Trainable) -> Column:
+    def columns(self, sample: Trainable) -> SampleColumns:
         """Arrays over all tokens of the sample, by name."""
         return {}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Bool, Trainable
-from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective
+from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, SampleColumns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,7 @@ class PolicyObjective(Objective):
     def has_gradient(self, sample: Trainable, mask: Bool) -> bool:
         return bool(self.kl_coef or self.entropy_coef or sample.advantages[mask].any())
 
-    def columns(self, sample: Trainable) -> Column:
+    def columns(self, sample: Trainable) -> SampleColumns:
         if self.kl_coef and sample.ref_logprobs is None:
             raise FlowrlError(
                 f"sample {sample.sample_id!r} has no reference logprobs, and kl_coef = {self.kl_coef} needs them: "

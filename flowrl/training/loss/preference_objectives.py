@@ -16,7 +16,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective, Totals
+from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, SampleColumns, Totals
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DPOObjective(Objective):
     def enough(self, totals: Totals) -> bool:
         return totals.num_pairs > 0
 
-    def columns(self, sample: Trainable) -> Column:
+    def columns(self, sample: Trainable) -> SampleColumns:
         return _reference_column(sample)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -140,7 +140,7 @@ class KTOObjective(Objective):
         """False for a single sequence: it has no mismatched completion."""
         return totals.num_sequences >= 2
 
-    def columns(self, sample: Trainable) -> Column:
+    def columns(self, sample: Trainable) -> SampleColumns:
         return _reference_column(sample)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -188,7 +188,7 @@ def _check_positive(name: str, value: float) -> None:
         raise ConfigError(f"{name} is {value}; it has to be a number above 0")
 
 
-def _reference_column(sample: Trainable) -> Column:
+def _reference_column(sample: Trainable) -> SampleColumns:
     if sample.ref_logprobs is None:
         raise FlowrlError(
             f"sample {sample.sample_id!r} has no reference logprobs, which the objective compares with the policy's: "
@@ -235,7 +235,7 @@ class BradleyTerry(Objective):
     def enough(self, totals: Totals) -> bool:
         return totals.num_pairs > 0
 
-    def columns(self, sample: Trainable) -> Column:
+    def columns(self, sample: Trainable) -> SampleColumns:
         if not self.margin:
             return {}
         margin = sample.columns.get("margin", None if sample.label else 0.0)  # label 0: not in a pair, needs none

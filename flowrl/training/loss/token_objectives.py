@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective
+from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, SampleColumns
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ReverseKL(Objective):
     def stats(self) -> tuple[str, ...]:
         return (self.figure,)
 
-    def columns(self, sample: Trainable) -> Column:
+    def columns(self, sample: Trainable) -> SampleColumns:
         if sample.sample_id and sample.teacher_hidden is None:
             raise FlowrlError(
                 f"sample {sample.sample_id!r} has no hidden states of a teacher: comparing whole distributions needs "
@@ -146,7 +146,7 @@ class ValueObjective(Objective):
     mean_over: ClassVar[MeanOver] = "tokens"
     stats = ("clip_fraction", "value_mean", "value_error")
 
-    def columns(self, sample: Trainable) -> Column:
+    def columns(self, sample: Trainable) -> SampleColumns:
         if sample.values is None or sample.returns is None:
             raise FlowrlError(
                 f"sample {sample.sample_id!r} has no old values and returns, on which a critic is trained: use the "
@@ -176,7 +176,7 @@ class StepCorrectness(Objective):
     mean_over: ClassVar[MeanOver] = "tokens"
     stats = ("step_accuracy", "step_score", "right_steps")
 
-    def columns(self, sample: Trainable) -> Column:
+    def columns(self, sample: Trainable) -> SampleColumns:
         if sample.returns is None:
             raise FlowrlError(f"sample {sample.sample_id!r} has no labels of its steps in `returns`; use StepDataset")
         return {"labels": sample.returns}

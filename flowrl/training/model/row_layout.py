@@ -164,12 +164,12 @@ class RowLayout:
         return self.input_ids_RL.numel()
 
     def spread_values(self, values_N: Tensor) -> Tensor:
-        """[N] as [B, T], 0 at padding. Differentiable."""
-        flat = values_N.new_zeros(self.shape[0] * self.shape[1])
-        return flat.scatter(0, self.cells_N, values_N).view(self.shape)
+        """[N, ...] as [B, T, ...], 0 at padding. Differentiable."""
+        flat = values_N.new_zeros(self.shape[0] * self.shape[1], *values_N.shape[1:])
+        return flat.index_copy(0, self.cells_N, values_N).view(*self.shape, *values_N.shape[1:])
 
     def make_column(self, arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> Tensor:
-        """One array per sample, already reduced to its policy tokens, as [B, T]."""
+        """One array per sample, already reduced to its policy tokens, as [B, T, ...]."""
         values = torch.from_numpy(np.concatenate(arrays)).to(device)
         return self.spread_values(values)
 

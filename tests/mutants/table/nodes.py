@@ -265,8 +265,8 @@ MUTANTS = (
         name="pair_cut_apart",
         fault="the completions of a pair lose different parts of their prompt",
         function="Renderer._shorten_prompts",
-        before="getattr(sample, name)[excess:]",
-        after="getattr(sample, name)[max(0, len(sample.token_ids) - self._max_tokens) :]",
+        before="return tuple(sample.cut_tokens(excess) for sample in samples)",
+        after="return tuple(s.cut_tokens(max(0, len(s.token_ids) - self._max_tokens)) for s in samples)",
         test="tests/nodes/test_nodes_too_long.py::test_both_completions_of_a_pair_lose_the_same_part_of_their_prompt",
     ),
     Mutant(
