@@ -148,8 +148,8 @@ def graph(cfg: PPO) -> Graph:
     filtering = cfg.groups.build(cfg.steps.groups_per_step)
     advantage = g.add("advantage", kind(estimate, size=cfg.sampling.group_size, dynamic=filtering))
     batcher = g.add("batcher", make_batcher(cfg, estimate, layout=cfg.layout))
-    values = Critic(critic_model, **cfg.trainer.scoring(cfg.critic.size) | {"layout": cfg.critic.zero.layout})
-    critic = g.add("critic", values, **cfg.share(cfg.critic.size))
+    scoring: dict[str, Any] = {**cfg.trainer.scoring(cfg.critic.size), "layout": cfg.critic.zero.layout}
+    critic = g.add("critic", Critic(critic_model, **scoring), **cfg.share(cfg.critic.size))
     learner = make_trainer(cfg, loss.build(cfg.sampling.max_tokens), start_after=cfg.critic.warmup)
     actor = g.add("actor", learner, **cfg.share(cfg.trainer.size))
     critic_trainer = g.add(
