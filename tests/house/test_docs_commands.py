@@ -133,9 +133,10 @@ ELSEWHERE = {
     "agents.md": {"real", "results", "case"},
     "benchmarks.md": {"case", "real", "plain-malloc", "plain-products"},
     "losses.md": {"objective.coef"},
+    "nodes.md": {"config-settings", "strict"},
     "start.md": {"no-deps"},
 }
-"""Page -> options of a program of the tests or benchmarks, of the page's own example, of pip."""
+"""Page -> options of a program of the tests or benchmarks, of the page's own example, of pip and mypy."""
 
 
 @pytest.mark.parametrize("page", [page for page in DOCUMENTS if page.name not in OF_OTHERS], ids=lambda page: page.name)
