@@ -129,4 +129,5 @@ def make_sender(routes: Sequence[WeightRoute], run_id: str, policy: str, *, narr
         from flowrl.weights.device import NcclSender  # needs vLLM
 
         return NcclSender(routes, narrowing=narrowing)
-    return SegmentSender(run_id, policy, narrowing=narrowing, serve=transport is WeightTransport.TCP)
+    serve = transport is WeightTransport.TCP  # then readers copy segments before they use them, and do not say when
+    return SegmentSender(run_id, policy, narrowing=narrowing, serve=serve, readers=0 if serve else len(routes))

@@ -126,12 +126,16 @@ class NcclReceiver:
 
 
 class SegmentReceiver:
-    """Reads shared memory; a version on another machine is first copied here, once per machine."""
+    """Reads shared memory; a version on another machine is first copied here, once per machine.
+
+    `reader` is the number by which the publisher knows this reader; None: the publisher does not know it.
+    """
 
     engine = SEGMENT_ENGINE
 
-    def __init__(self, run_id: str, *, machine: str | None = None) -> None:
+    def __init__(self, run_id: str, *, reader: int | None = None, machine: str | None = None) -> None:
         self._run_id = run_id
+        self._reader = reader
         self._machine = machine
         """Replaces this machine's name, in tests of transfers between machines."""
         self._pool: SegmentPool | None = None
@@ -147,7 +151,13 @@ class SegmentReceiver:
         except FlowrlError:
             segment.close()
             raise
-        return Fetched({"segment": segment.name, "tensors": [list(row) for row in manifest.tensors]}, segment.close)
+
+        def close() -> None:
+            if self._reader is not None:
+                segment.note_used(self._reader, manifest.base_version)
+            segment.close()
+
+        return Fetched({"segment": segment.name, "tensors": [list(row) for row in manifest.tensors]}, close)
 
     def _open_segment(self, manifest: Weights) -> Segment:
         transport, place = WeightTransport.parse(manifest.transport)
@@ -220,8 +230,11 @@ class _locked:
 
 def make_receiver(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:
     """The generator's end for the route of `replica`; for shared memory if it has no route."""
-    kind = next((route.transport for route in routes if route.consumer == replica), WeightTransport.SHM)
-    return NcclReceiver(routes, replica) if kind is WeightTransport.NCCL else SegmentReceiver(run_id)
+    found = ((number, route.transport) for number, route in enumerate(routes) if route.consumer == replica)
+    reader, kind = next(found, (None, WeightTransport.SHM))
+    if kind is WeightTransport.NCCL:
+        return NcclReceiver(routes, replica)
+    return SegmentReceiver(run_id, reader=reader)
 
 
 class ModuleWeights:

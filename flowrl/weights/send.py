@@ -103,7 +103,7 @@ class SegmentSender:
     """Rank 0 writes the gathered buckets into a segment that any process of the machine can read.
 
     `narrowing` says in which dtype tensors are sent. With `serve`, generators on other machines may fetch the segments
-    over TCP.
+    over TCP. `readers` as `SegmentPool` takes it.
     """
 
     def __init__(
@@ -114,11 +114,12 @@ class SegmentSender:
         narrowing: Narrowing = AS_IT_IS,
         bucket_bytes: int = BUCKET_BYTES,
         serve: bool = False,
+        readers: int = 0,
     ) -> None:
         self.copy_s = 0.0
         self._serve = serve
         self._server: ChunkServer | None = None
-        self.pool = SegmentPool(run_id, policy)
+        self.pool = SegmentPool(run_id, policy, readers=readers)
         self._narrowing = narrowing
         self._bucket_bytes = bucket_bytes
 

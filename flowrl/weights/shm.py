@@ -6,8 +6,9 @@ Invariants:
   end of its use, and the writer holds an exclusive lock while it writes. Locks end with their process, so a
   reader that dies blocks nothing.
 - The version is in the header and is written last: a segment whose writer died holds no version.
-- The newest complete version is never overwritten. So a pool needs at most one segment per reader,
-  the newest, and the one being written: readers + 2.
+- The newest complete version is overwritten only when all readers that the writer knows have used it. So a pool
+  needs one segment if its readers are quick, and at most one segment per reader, the newest, and the one being
+  written: readers + 2.
 
 Nothing here waits: if a segment cannot be locked at once, the writer skips it, and a reader raises
 `SegmentLost`, because a newer version exists.
@@ -48,6 +49,9 @@ SHM = Path("/dev/shm")
 DATA_OFFSET = 4096
 """Offset of the tensors in bytes: one page, so that every mapping is aligned."""
 _HEADER = struct.Struct("<8sqQ")
+_USED = struct.Struct("<Q")
+"""1 + the newest version that a reader has used; a table of these, one for each reader, follows the header."""
+MOST_READERS = (DATA_OFFSET - _HEADER.size) // _USED.size
 _MAGIC = b"flowrlW1"
 _POOL = re.compile(r"(?P<pool>flowrl-[^-]+-(?P<pid>\d+)-weights-[^-]*-)\d+")
 """The name of a segment: the name of its pool, which contains the process id, and a number."""
@@ -100,6 +104,20 @@ class Segment:
         magic, version, _ = _HEADER.unpack(os.pread(self.fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
         return int(version) if magic == _MAGIC else -1
 
+    def note_used(self, reader: int, version: int) -> None:
+        """Reader number `reader` needs this version no more, and none before it."""
+        os.pwrite(self.fd, _USED.pack(version + 1), _HEADER.size + reader * _USED.size)
+
+    def is_used_by(self, readers: int) -> bool:
+        """Whether each of the readers 0 to `readers` - 1 has used the version that is held."""
+        size = readers * _USED.size
+        table = os.pread(self.fd, size, _HEADER.size).ljust(size, b"\0")
+        return all(used > self.version for (used,) in _USED.iter_unpack(table))
+
+    def free_pages(self) -> None:
+        """Free the memory of the tensors; the file grows again when it is written."""
+        os.ftruncate(self.fd, DATA_OFFSET)
+
     def map_file(self) -> mmap.mmap:
         """The whole file, header included. Shared: a mapping kept open sees what is written later."""
         return mmap.mmap(self.fd, 0)
@@ -117,12 +135,14 @@ class SegmentPool:
     """The writer's segments of one policy, reused so that their pages stay warm.
 
     Their names identify the run. If a writer is killed, the run's driver removes its segments, or else the sweep at
-    the next start does.
+    the next start does. `readers` is the number of processes that read every version and say when they have used it;
+    0: readers are not known, so the newest version always stays.
     """
 
-    def __init__(self, run_id: str, policy: str) -> None:
+    def __init__(self, run_id: str, policy: str, *, readers: int = 0) -> None:
         from flowrl.wire.run_files import run_prefix
 
+        self._readers = readers if readers <= MOST_READERS else 0
         self._run_id = run_id
         self._presence: Presence | None = None
         safe = "".join(c if c.isalnum() else "_" for c in policy)[-40:]
@@ -134,7 +154,18 @@ class SegmentPool:
         return len(self._segments)
 
     def take_writable(self) -> Segment:
-        """A segment locked for writing: one that no reader holds and that is not the newest, or else a new one."""
+        """A segment locked for writing: the newest if all readers have used it, or one that no reader holds and that
+        is not the newest, or else a new one."""
+        newest = self._newest
+        if (
+            newest is not None
+            and self._readers
+            and newest.is_used_by(self._readers)
+            and newest.try_lock(exclusive=True)
+        ):
+            newest.begin_content()
+            self._free_others(newest)
+            return newest
         for segment in self._segments:
             if segment is not self._newest and segment.try_lock(exclusive=True):
                 segment.begin_content()
@@ -149,6 +180,14 @@ class SegmentPool:
         segment.begin_content()
         self._segments.append(segment)
         return segment
+
+    def _free_others(self, kept: Segment) -> None:
+        """Free the memory of segments that no reader holds: quick readers do not need a second one."""
+        for segment in self._segments:
+            if segment is not kept and segment.try_lock(exclusive=True):
+                segment.begin_content()
+                segment.free_pages()
+                segment.release_lock()
 
     def publish_segment(self, segment: Segment, version: int, num_bytes: int) -> None:
         """Commit and unlock `segment`, which is complete and now the newest."""

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from flowrl.graph.routes import WeightRoute, WeightTransport
 from flowrl.messages import TensorTable, Weights
 from flowrl.weights import probe
 from flowrl.weights.publish import Publisher
-from flowrl.weights.receive import SegmentReceiver
+from flowrl.weights.receive import SegmentReceiver, make_receiver
 from flowrl.weights.send import AS_IT_IS, Narrowing, kept_in_float32
 from flowrl.weights.shm import (
     DATA_OFFSET,
@@ -91,6 +92,22 @@ def test_what_is_fetched_is_what_was_published(publisher: Publisher, engine: Eng
     for name, tensor in loaded(manifest).items():
         expected = engine.tensors()[name]
         assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
+
+
+def test_one_segment_serves_a_reader_that_uses_each_version(engine: Engine) -> None:
+    """Trainer and generator of one machine, from their routes on: half of the memory that two versions take."""
+    routes = [WeightRoute("generator/0", WeightTransport.SHM)]
+    publisher = Publisher(engine, "policy", run_id="unit", routes=routes, probe_every=0)
+    receiver = make_receiver(routes, "generator/0", "unit")
+    try:
+        places = set()
+        for version in range(3):
+            fetched = receiver.fetch_version(published(publisher, version))
+            places.add(fetched.update["segment"])
+            fetched.close()
+        assert len(places) == 1
+    finally:
+        publisher.close()
 
 
 def test_another_dtype_on_the_wire(engine: Engine) -> None:

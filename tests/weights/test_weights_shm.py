@@ -50,6 +50,47 @@ def test_a_reader_keeps_its_version_while_newer_ones_are_published(pool: Segment
     held.close()
 
 
+def use(name: str, reader: int, version: int) -> None:
+    held = open_version(name, version)
+    held.note_used(reader, version)
+    held.close()
+
+
+def test_one_segment_is_enough_for_readers_that_have_used_each_version() -> None:
+    pool = SegmentPool(uuid.uuid4().hex[:8], "policy", readers=2)
+    try:
+        for version in range(4):
+            name = publish(pool, version)
+            use(name, 0, version)
+            use(name, 1, version)
+        assert len(pool) == 1
+    finally:
+        pool.close()
+
+
+def test_a_version_stays_until_the_last_reader_has_used_it() -> None:
+    """And the second segment that this takes gives its memory back when readers are quick again."""
+    pool = SegmentPool(uuid.uuid4().hex[:8], "policy", readers=2)
+    try:
+        first = publish(pool, 0)
+        use(first, 0, 0)
+        second = publish(pool, 1)
+        assert second != first
+        use(first, 1, 0)
+        for reader in range(2):
+            use(second, reader, 1)
+        assert publish(pool, 2) == second
+        assert (SHM / first).stat().st_size == 4096
+        with pytest.raises(SegmentLost, match="holds version -1, not 0"):
+            open_version(first, 0)
+        assert publish(pool, 3) == first, "version 2 was not used"
+        held = open_version(first, 3)
+        assert content(held) == 3
+        held.close()
+    finally:
+        pool.close()
+
+
 def test_a_late_reader_is_told_that_its_version_was_written_over(pool: SegmentPool) -> None:
     name = publish(pool, 0)
     publish(pool, 1)
@@ -77,11 +118,13 @@ def test_a_closed_pool_leaves_no_names_and_readers_keep_theirs(pool: SegmentPool
         open_version(name, 3)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["publish", "take", "drop"]), st.integers(0, 2)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(["publish", "take", "drop"]), st.integers(0, 2)), max_size=40), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_readers_plus_two_segments_whatever_the_order(moves: list[tuple[str, int]]) -> None:
-    """Three readers, each with at most one version: whatever they do, what they hold stays what it was."""
-    pool = SegmentPool(uuid.uuid4().hex[:8], "policy")
+def test_readers_plus_two_segments_whatever_the_order(moves: list[tuple[str, int]], known: bool) -> None:
+    """Three readers, each with at most one version: whatever they do, what they hold stays what it was, and each can
+    take the newest version until it has used it."""
+    pool = SegmentPool(uuid.uuid4().hex[:8], "policy", readers=3 if known else 0)
+    used = dict.fromkeys(range(3), -1)
     held: dict[int, tuple[int, Segment]] = {}
     newest, name = 0, publish(pool, 0)
     try:
@@ -89,10 +132,12 @@ def test_readers_plus_two_segments_whatever_the_order(moves: list[tuple[str, int
             if move == "publish":
                 newest += 1
                 name = publish(pool, newest)
-            elif move == "take" and reader not in held:
+            elif move == "take" and reader not in held and used[reader] < newest:
                 held[reader] = (newest, open_version(name, newest))
             elif move == "drop" and reader in held:
-                held.pop(reader)[1].close()
+                used[reader], segment = held.pop(reader)
+                segment.note_used(reader, used[reader])
+                segment.close()
             assert all(segment.version == version == content(segment) for version, segment in held.values())
         assert len(pool) <= 3 + 2
     finally:
