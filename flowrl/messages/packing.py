@@ -11,7 +11,8 @@ Invariants, checked by a property test:
 - an optimizer step trains the same samples for every number of ranks and every token budget;
 - all ranks have the same `step_ends`, hence the same number of micro-batches (ZeRO-3's collectives need every rank in
   each of them); a rank with nothing to do has an empty micro-batch;
-- a micro-batch padded to its longest sequence, or as a tree, holds at most `token_budget` tokens;
+- a micro-batch padded to its longest sequence, or as a tree, holds at most `token_budget` tokens; those of trees are
+  about equal;
 - of trees, the largest rank exceeds that of the best division into such ranges by at most one unit's tokens plus one
   hundredth.
 """
@@ -237,7 +238,17 @@ class ByTree:
     def micro_batches(self, units: Sequence[PackedUnit]) -> list[list[int]]:
         found = self._ordered([part for unit in units for part in unit.parts or (unit,)])
         parts = self._cut(found, self.token_budget) if self.token_budget else [found] if found else []
+        if len(parts) > 1:
+            parts = self._evened(found, parts)
         return [[index for unit in part for index in unit.indices] for part in parts]
+
+    def _evened(self, ordered: Sequence[PackedUnit], parts: list[list[PackedUnit]]) -> list[list[PackedUnit]]:
+        """Ranges of about equal sizes, as many as `parts`, if there are such: the largest one decides how much memory
+        a step needs, and the number of ranges how long it takes."""
+        sizes = [self.num_places(part) for part in parts]
+        cap = sum(sizes) // len(parts) + max(self.size(unit) for unit in ordered)
+        even = self._cut(ordered, cap) if cap < max(sizes) else parts
+        return even if len(even) <= len(parts) else parts
 
     def size(self, unit: PackedUnit) -> int:
         return self.num_places([unit])

@@ -5,7 +5,9 @@ that depend on the model are replaced from the table of `flowrl.models.model_siz
 takes precedence, and so does a default in the user's own graph file.
 
 On a CPU `engine.dtype` is replaced as well, for every model. vLLM's own choice, the dtype that the model is stored in,
-may be one that the processor computes ten times slower, or another one than the trainer's.
+may be one that the processor computes ten times slower, or another one than the trainer's. A micro-batch is as small
+there as the longest sample allows: activations are in the memory that all processes share, and a core reaches its speed
+with a few hundred tokens.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ BY_SIZE = (
 )
 """The options of all graphs whose defaults depend on the model."""
 ENGINE_DTYPE = "engine.dtype"
+TOKEN_BUDGET = "token_budget"
 SLOW = "this CPU is slow in bfloat16"
 RESUMED = "of the run that is resumed"
 OURS = Path(__file__).resolve().parents[1]
@@ -91,7 +94,12 @@ def size_defaults(
     if learning is not None and isinstance(model, str) and model and model not in CHARACTER_MODELS:
         policy = Policy(model)
         size = model_size(policy)
-        found, why = dict(_values(row_for(size.parameters), learning, given, model_context(policy), fields)), str(size)
+        least = MICRO_BATCH if slow_bfloat16 is None else 0
+        row = row_for(size.parameters)
+        found, why = dict(_values(row, learning, given, model_context(policy), fields, least)), str(size)
+        if least == 0 and TOKEN_BUDGET in found:
+            found[TOKEN_BUDGET] = resumed.get(TOKEN_BUDGET, found[TOKEN_BUDGET])
+            others[TOKEN_BUDGET] = RESUMED if TOKEN_BUDGET in resumed else f"default for {why} on a CPU"
     if "dtype" in found and "dtype" in resumed:
         found["dtype"], others["dtype"] = resumed["dtype"], RESUMED
     elif slow_bfloat16 and "dtype" in found:
@@ -122,8 +130,14 @@ def _sampled(
 
 
 def _values(
-    row: SizeRow, learning: Learning, given: Mapping[str, Any], context: int | None, fields: Mapping[str, ConfigOption]
+    row: SizeRow,
+    learning: Learning,
+    given: Mapping[str, Any],
+    context: int | None,
+    fields: Mapping[str, ConfigOption],
+    micro_batch: int,
 ) -> Iterator[tuple[str, Any]]:
+    """The defaults by size. `micro_batch` is the least number of tokens of a micro-batch."""
     rate = row.lr(learning) * (ADAPTER_FACTOR if str(given.get("lora.rank", 0)) != "0" else 1.0)
     yield "lr", float(f"{rate:.3g}")
     yield "critic_lr", float(f"{CRITIC_FACTOR * row.lr(learning):.3g}")
@@ -133,13 +147,13 @@ def _values(
     response, prompt = min(row.response, most), min(row.prompt, most)
     if "limits" in fields:
         yield "limits.tokens", min(4 * row.response, context or sys.maxsize)
-        yield "token_budget", max(MICRO_BATCH, 4 * row.response)
+        yield TOKEN_BUDGET, max(micro_batch, 4 * row.response)
         response = min(512, response)
     elif learning == "samples":
         if getattr(fields.get("max_prompt_tokens"), "default", None) is not None:
             yield "max_prompt_tokens", prompt
         longest = _number(given, "max_tokens", response) + _number(given, "max_prompt_tokens", prompt)
-        yield "token_budget", max(MICRO_BATCH, longest)
+        yield TOKEN_BUDGET, max(micro_batch, longest)
     answers = _answers(learning, given, fields)
     if learning == "rows":
         if answers:

@@ -20,7 +20,7 @@ from flowrl.machine.cpu import describe_cpu, is_slow_in_bfloat16
 from flowrl.models import Policy
 from flowrl.models.model_size import TABLE, ModelSize, model_size, row_for
 from flowrl.options import OnlineConfig, SamplingOptions, TrainerOptions
-from flowrl.options.size_defaults import BY_SIZE, ENGINE_DTYPE, SLOW, size_defaults
+from flowrl.options.size_defaults import BY_SIZE, ENGINE_DTYPE, SLOW, TOKEN_BUDGET, size_defaults
 from flowrl.runtime.driver.job import RunOptions
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +189,25 @@ def test_a_saved_run_file_leaves_the_machine_its_own_dtype(tmp_path: Path, monke
     assert checked("grpo").lasting()["dtype"] == "float32", "tiny's own"
 
 
+def test_a_micro_batch_on_a_cpu_is_as_small_as_the_longest_sample_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on GPUs it stays large. A run that is resumed keeps its own, and a run file leaves it to the machine."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    model, run_dir = str(a_model(tmp_path / "m", 135_000_000)), tmp_path / "run"
+    why = f"default for {model_size(Policy(model))}"
+    chosen = checked("grpo", "--policy", model, "--max-tokens", "24")
+    assert origin(chosen, TOKEN_BUDGET) == (24 + 1024, f"{why} on a CPU")
+    assert TOKEN_BUDGET not in chosen.lasting()
+    assert checked("grpo", "--policy", model, "--token-budget", "500").lasting()[TOKEN_BUDGET] == 500
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(json.dumps({"config": {TOKEN_BUDGET: 8192}}))
+    where = ("--policy", model, "--run-dir", str(run_dir))
+    assert origin(run(*where, "--resume"), TOKEN_BUDGET) == (8192, "of the run that is resumed")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert origin(checked("grpo", "--policy", model), TOKEN_BUDGET) == (8192, why)
+
+
 def test_a_size_is_counted_or_told_by_the_name(tmp_path: Path) -> None:
     assert model_size(Policy(str(a_model(tmp_path / "m", 8_000_000_000)))) == ModelSize(8_000_000_000)
     assert model_size(Policy("acme/Some-0.6B-it")) == ModelSize(600_000_000, "by its name")
@@ -212,7 +231,7 @@ def test_tiny_keeps_what_the_graphs_declare() -> None:
 def test_the_line_of_the_readme_runs_sensibly(tmp_path: Path) -> None:
     """Its model of eight billion parameters, with nothing said but where it is."""
     model = a_model(tmp_path / "Qwen3-8B", 8_190_000_000)
-    cfg = checked("grpo", "--policy", model, "--task", "train.jsonl").cfg
+    cfg = checked("grpo", "--policy", model, "--task", "train.jsonl", "--cluster", "1 x 8 x H100").cfg
     assert (cfg.trainer.lr, cfg.trainer.dtype, cfg.sampling.max_tokens, cfg.data.max_prompt_tokens) == (
         1e-6,
         "bfloat16",
