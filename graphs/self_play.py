@@ -112,7 +112,6 @@ def graph(cfg: SelfPlay) -> Graph:
     for player in players:
         g.ignore(player.prompts)
         g.ignore(player.rollouts)
-    cfg.share_devices(g, ("trainer", "reference", *(() if cfg.uses_gpus else ("first", "opponent"))))
     if prompts.curriculum is not None:
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
@@ -122,6 +121,7 @@ def graph(cfg: SelfPlay) -> Graph:
         on_limit=cfg.steps.on_limit,
         look_ahead=cfg.steps.window,
     )
+    cfg.share_devices(g, ("trainer", "reference", *(() if cfg.uses_gpus else ("first", "opponent"))))
     return g
 
 

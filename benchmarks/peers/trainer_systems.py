@@ -146,14 +146,7 @@ def flowrl_options(cell: TrainerRun, data: Path, staleness: int) -> Sequence[str
     options += ["--groups-per-step", str(job.prompts), "--group-size", str(job.samples)]
     options += ["--max-tokens", str(job.max_tokens), "--lr", str(LR), "--evaluate", "0"]
     options += ["--dtype", cell.dtype, "--engine.dtype", cell.dtype]
-    return [*options, *time_shared()] if cell.system == "flowrl-sync" else [*options, "--staleness", str(staleness)]
-
-
-def time_shared() -> Sequence[str]:
-    """Staleness 0: generator and trainer have all cores in turns."""
-    cores = str(len(os.sched_getaffinity(0)))
-    shared = ("--time-share", "generator", "trainer", "--generator.cpus", cores, "--trainer.cpus", cores)
-    return ("--staleness", "0", *shared)
+    return [*options, "--staleness", "0" if cell.system == "flowrl-sync" else str(staleness)]
 
 
 # TRL

@@ -14,11 +14,12 @@ from types import FunctionType, MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.graph.graph import Graph
+from flowrl.graph.analysis.numbers import derive_numbers
+from flowrl.graph.graph import Graph, port_owner
 from flowrl.graph.option_types import named
 from flowrl.models import Policy, TokenizerOptions
 from flowrl.models.model_size import Learning
-from flowrl.nodes import Engine, Sampling
+from flowrl.nodes import Engine, Generator, Sampling, Trainer
 from flowrl.options.sizes import Size, size_problems, sizes_of, too_low
 from flowrl.tasks import Task
 
@@ -272,7 +273,8 @@ class GraphConfig:
 
     def share_devices(self, g: Graph, *default: tuple[str, ...]) -> None:
         """Let the nodes of --time-share use the same devices, one at a time. Without the option, do this for the nodes
-        of each tuple in `default` that are in the graph. Call this after all nodes have been added."""
+        of each tuple in `default` that are in the graph, and on CPUs for the generator and the trainers as well, if
+        they never work at the same time. Call this after the last call of any other method of the graph."""
         asked = self.placement.time_share
         heavy = [name for name, placed in g.placed.items() if placed.heavy]
         if strange := [name for name in asked or () if name not in heavy]:
@@ -280,7 +282,27 @@ class GraphConfig:
                 f"--time-share names {strange[0]}, which is no node with cores or GPUs of its own; in this graph "
                 f"these are {', '.join(heavy)}"
             )
+        if asked is None and (in_turns := self._never_at_once(g)):
+            asked = tuple(name for name in heavy if name in {*in_turns, *(name for names in default for name in names)})
+            for name in asked:  # a graph's own numbers are for nodes that work at the same time
+                g.placed[name] = replace(g.placed[name], cpus=None)
         for names in default if asked is None else (asked,):
             nodes = [g.nodes[name] for name in names if name in heavy]
             if len(nodes) > 1:
                 g.time_share(*nodes)
+
+    def _never_at_once(self, g: Graph) -> tuple[str, ...]:
+        """The generator and the trainers, if each batch is sampled after the step before it and trained on after its
+        last sample: one of them always waits, so in turns each can have the cores of both. None of them if there are
+        GPUs, if anybody said how many cores a role gets or that a trainer accumulates, and if there are several
+        generators, which would wait for each other within every episode."""
+        admission = g.admission
+        if admission is None or admission.on_limit != "wait" or derive_numbers(g).ahead != 0 or self.uses_gpus:
+            return ()
+        trainers = [name for name, node in g.nodes.items() if isinstance(node, Trainer)]
+        asked = (edge.into for edge in g.edges if edge.into.name in ("prompts", "turns"))
+        generators = list(dict.fromkeys(port_owner(port) for port in asked if isinstance(port.node, Generator)))
+        accumulates = any(g.nodes[name].facts().accumulate == "on" for name in trainers)
+        if len(generators) != 1 or not trainers or accumulates:
+            return ()
+        return () if any(size.cpus is not None for size in sizes_of(self).values()) else (*generators, *trainers)

@@ -75,6 +75,8 @@ class MadeUpRuns:
     def step(self, given: dict[str, Any]) -> tuple[float, dict[str, tuple[float, float]]]:
         """(seconds, stage -> the part of the step in which it is busy, as start and end)."""
         shares = (given["generator.cpus"], given["trainer.cpus"])
+        if given["staleness"] == 0 and shares == (None, None):
+            shares = (2.0, 2.0)  # in turns, each has all cores
         one, other = (1.0 if count in (None, 0.5, 1.0) else 0.6 for count in shares)
         generate_s, train_s = one * 1.0, other * 2.0
         generate_s *= 0.7 if given["generator.replicas"] == 2 else 1.0
@@ -152,14 +154,11 @@ def test_the_fastest_is_chosen_and_its_run_file_reproduces_it(runs: MadeUpRuns, 
     assert len(rows) == 8 and all(abs(row["error"]) < 0.03 for row in rows)
     best = min(rows, key=lambda row: row["measured_s"])
     assert [row for row in rows if row["chosen"]] == [best] and rows[0] is best
-    assert best["options"]["time_share"] == ["generator", "trainer"]
+    assert best["placement"] == "generator 1 x 2 cores, trainer 1 x 2 cores, in turns, staleness 0"
+    assert best["options"] == {"staleness": 0}, "a synchronous step has all cores in both halves by itself"
     again = prepare("run", (RunOptions, RunFileOptions), ["--config", "runs/tune-grpo/chosen.yaml"])
-    assert (
-        again.cfg.trainer.lr == 3e-5
-        and again.cfg.placement.time_share == ("generator", "trainer")
-        and again.cfg.evaluation.evaluate == 512
-    )
-    assert (again.cfg.generator.size.cpus, again.cfg.trainer.size.cpus, again.cfg.steps.staleness) == (2.0, 2.0, 0)
+    assert (again.cfg.trainer.lr, again.cfg.steps.staleness, again.cfg.evaluation.evaluate) == (3e-5, 0, 512)
+    assert again.graph.time_shared == [("generator", "trainer")]
 
 
 def test_stages_alone_and_together_are_measured_without_evaluation(runs: MadeUpRuns, capsys: Capture) -> None:

@@ -9,7 +9,8 @@ ranks of a gang are on different GPUs, because NCCL refuses two ranks on one.
 If the machine's links are known, a process with several GPUs, and the ranks of a gang, get GPUs with the fastest
 links between them (`linked`), and every host gets cores on the NUMA nodes of its GPUs. If a gang with its class's
 default number of cores does not fit, its ranks share one rank's cores, because they work in lockstep anyway. Anything
-else that does not fit is reported and not placed. Cores that are left go to hosts with GPUs.
+else that does not fit is reported and not placed. Cores that are left go to hosts with GPUs. On a machine without
+GPUs where all hosts take turns, each of them has all cores.
 
 Which of the free GPUs a process or gang gets: sets of GPUs are compared first by their worst link (NVLink, one NUMA
 node, several nodes), then by the sum of their links, then by their links to the free GPUs that are left: these should
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from math import comb
+from typing import Literal
 
 from flowrl.graph.graph import Graph, Placed
 from flowrl.graph.machine import NVLINK, Cluster, GpuLinks, Machine
@@ -104,6 +106,9 @@ CORE = "core"
 ROUNDING = 1e-6
 MOST_SPARE = 15
 """The most cores that a GPU gets in addition to those that its hosts request; no process uses more."""
+CoresFrom = Literal["", "default", "given", "left over", "in turns"]
+"""Why a host has its cores: its class's default, a number that was given, further cores that no host requested, or
+those of all hosts with which it takes turns. "" for the host "core", which has no cores of its own."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,7 @@ class HostPlan:
     """Indices of that machine's GPUs."""
     lease: str = ""
     """Name of the lease under which hosts use the same devices alternately, "" if the host does not share devices."""
+    cores_from: CoresFrom = ""
 
 
 @dataclass(frozen=True)
@@ -264,21 +270,41 @@ def place_replicas(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...]
     return (*((HostPlan(CORE, core, cores=cores),) if core else ()), *hosts), tuple(homeless)
 
 
-def _with_spare_cores(graph: Graph, hosts: Iterable[HostPlan], free: Devices, cluster: Cluster) -> Iterator[HostPlan]:
-    """The hosts. Those with at least one GPU, and without a number of cores set by the user, also get spare cores.
+def _with_spare_cores(graph: Graph, hosts: Sequence[HostPlan], free: Devices, cluster: Cluster) -> Iterator[HostPlan]:
+    """The hosts. Those without a number of cores set by the user also get spare cores, if they have at least one GPU,
+    or if all hosts of their machine take turns.
 
     The spare cores of a machine are divided equally: one share for each GPU, and one for the processes without a GPU.
     So the share of a GPU does not depend on whether the others are used. Hosts that use a GPU alternately also use its
     cores alternately.
     """
-    spare = {index: spare_cores(free.whole_gpus(index), machine) for index, machine in enumerate(cluster.machines)}
+    machines = range(len(cluster.machines))
+    spare = {index: spare_cores(free.whole_gpus(index), cluster.machines[index]) for index in machines}
+    said = {placed.name for placed in graph.placed.values() if placed.cpus is not None}
     for host in hosts:
-        said = any(graph.placed[name.partition("/")[0]].cpus is not None for name in host.nodes)
-        if host.num_gpus < 1 or said:
-            yield host
+        if said & {name.partition("/")[0] for name in host.nodes}:
+            yield replace(host, cores_from="given")
             continue
-        more = [core for gpu in host.gpus for core in spare[host.machine][gpu]]
-        yield replace(host, cpus=host.cpus + len(more), cores=tuple(sorted({*host.cores, *more})))
+        more = [core for gpu in host.gpus for core in spare[host.machine][gpu]] if host.num_gpus >= 1 else []
+        if not cluster.machines[host.machine].gpus:
+            here = [other for other in hosts if other.machine == host.machine]
+            more = _cores_in_turns(host, here, free.whole_gpus(host.machine))
+        why: CoresFrom = "default" if not more else "left over" if host.gpus else "in turns"
+        yield replace(host, cpus=host.cpus + len(more), cores=tuple(sorted({*host.cores, *more})), cores_from=why)
+
+
+def _cores_in_turns(host: HostPlan, hosts: Sequence[HostPlan], free: Sequence[int]) -> list[int]:
+    """Further cores of a host, if all `hosts` of its machine take turns: those of the others, and those in `free`.
+
+    The replicas of a node work at the same time, so they divide the cores.
+    """
+    if not host.lease or any(other.lease != host.lease for other in hosts):
+        return []
+    replicas = [other for other in hosts if other.nodes[0].partition("/")[0] == host.nodes[0].partition("/")[0]]
+    own = {core for other in replicas for core in other.cores}
+    further = sorted({*free, *(core for other in hosts for core in other.cores)} - own)
+    size = min(MOST_SPARE, len(further) // len(replicas))
+    return further[replicas.index(host) * size :][:size]
 
 
 def spare_cores(free: Sequence[int], machine: Machine) -> list[list[int]]:

@@ -27,7 +27,9 @@ def render_report(report: Report) -> str:
             "",
             *_column_lines(plan),
             *_branch_lines(plan),
-            *_table_lines(("process", "nodes", "cores", "GPUs", "machine"), [_host_words(host) for host in plan.hosts]),
+            *_table_lines(
+                ("process", "nodes", "cores", "from", "GPUs", "machine"), [_host_words(host) for host in plan.hosts]
+            ),
             *_note_lines(report),
             *_memory_lines(report),
             *(f"\nwarning: {warning}" for warning in report.warnings),
@@ -146,7 +148,14 @@ def _edge_words(plan: Plan, name: str) -> tuple[str, ...]:
 def _host_words(host: HostPlan) -> tuple[str, ...]:
     shares = f" (time share: {host.lease})" if host.lease else ""
     gpus = ",".join(map(str, host.gpus)) or "-"
-    return host.name, " ".join(host.nodes) + shares, _cores_text(host.cores), gpus, f"{host.machine}"
+    return (
+        host.name,
+        " ".join(host.nodes) + shares,
+        _cores_text(host.cores),
+        host.cores_from or "-",
+        gpus,
+        f"{host.machine}",
+    )
 
 
 def _cores_text(cores: Sequence[int]) -> str:
