@@ -28,6 +28,7 @@ from typing import Any
 
 from flowrl.agents.programs import AgentResult
 from flowrl.environments import Action, Env, EnvironmentFailed, Observation, Step
+from flowrl.environments.episode_processes.zygote import Output
 from flowrl.environments.open_episode import one_thread_left
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import load_user_module, program_variables
@@ -68,7 +69,7 @@ def openai_client(**options: Any) -> Any:
 def warm_up() -> None:
     """Make two calls to a server in this process. Leaves no event loop and no thread: the process is about to be
     forked."""
-    asyncio.run(_one_call())
+    asyncio.run(make_two_calls())
     one_thread_left(THREADS_END_S)
 
 
@@ -77,7 +78,7 @@ def load_certificates() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-async def _one_call() -> None:
+async def make_two_calls() -> None:
     server = await asyncio.start_server(answer_of_example, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server, openai_client(api_key="none", base_url=f"http://127.0.0.1:{port}/v1") as client:
@@ -99,7 +100,6 @@ async def answer_of_example(reader: asyncio.StreamReader, writer: asyncio.Stream
 
 
 Function = Callable[[Any, Mapping[str, Any]], Awaitable[object]]
-READ_BYTES = 1 << 16
 LINE_BYTES = 1 << 20
 """A longer last line of a program is no result."""
 
@@ -143,15 +143,17 @@ class CommandAgent(ProgramAgent):
     that it has started and that outlive it."""
 
     async def play_program(self, options: Mapping[str, Any]) -> AgentResult:
-        output, target = os.pipe()
-        with _LastLine(output) as last:
-            try:
-                program = start_program(options["command"], json.dumps(options["task"]), target)
-            finally:
-                os.close(target)
+        # All output is copied to this process's, for the texts of errors.
+        output = Output(kept_bytes=LINE_BYTES, copied=True)
+        try:
+            program = start_program(options["command"], json.dumps(options["task"]), output.target)
+            output.handed_over()
             if status := await exit_status(program):
                 raise EnvironmentFailed("env_died", f"the command ended with the status {status}")
-            return AgentResult.of_line(last.text())
+            # A helper of the program may hold the pipe, so its end is not waited for.
+            return AgentResult.of_line(output.tail(1))
+        finally:
+            output.close_output()
 
 
 @functools.lru_cache(maxsize=1)
@@ -193,41 +195,3 @@ async def exit_status(program: subprocess.Popen[bytes]) -> int:
         program.kill()
         status = program.wait()
     return status
-
-
-class _LastLine:
-    """Reads a pipe as output arrives, until the context is left. All output is copied to this process's stdout, for the
-    texts of errors. A helper of the program may hold the pipe, so its end is not waited for."""
-
-    def __init__(self, source: int) -> None:
-        self._source, self._end = source, b""
-        os.set_blocking(source, False)
-
-    def __enter__(self) -> _LastLine:
-        asyncio.get_running_loop().add_reader(self._source, self._read_lines)
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        asyncio.get_running_loop().remove_reader(self._source)
-        os.close(self._source)
-
-    def _read_lines(self) -> bool:
-        """Read what has arrived; False if there is nothing more for now, or the pipe has ended."""
-        try:
-            part = os.read(self._source, READ_BYTES)
-        except BlockingIOError:
-            return False
-        if not part:
-            asyncio.get_running_loop().remove_reader(self._source)
-            return False
-        os.write(1, part)
-        self._end = (self._end + part)[-LINE_BYTES:]
-        return True
-
-    def text(self) -> str:
-        """The last line that is not empty, of all that a program that has ended has written."""
-        for _ in range(2 * LINE_BYTES // READ_BYTES):  # more than a pipe holds; a helper may go on writing
-            if not self._read_lines():
-                break
-        lines = self._end.decode(errors="replace").rstrip().splitlines()
-        return lines[-1] if lines else ""

@@ -40,111 +40,6 @@ START_TOKENS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", 
 TRIED_TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},)
 
 
-class VllmExtraction:
-    """One tokenizer with one or two named parsers. Raises ConfigError if they do not go together."""
-
-    def __init__(self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> None:
-        self._tokenizer = tokenizer
-        self._kind = _parser_class(tokenizer, tool_parser, reasoning_parser)
-        try:
-            self(SampledText("a", "a", (), "", TRIED_TOOLS))
-        except NotImplementedError as problem:
-            raise ConfigError(
-                f"the parsers tool_parser={tool_parser} and reasoning_parser={reasoning_parser} do not parse a text "
-                f"({problem}); use a tokenizer with a response_template, and leave them out"
-            ) from None
-
-    def __call__(self, sampled: SampledText) -> ReplyParts:
-        """Raises UnreadableReply if the text has a call that cannot be read."""
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        tools = [dict(tool) for tool in sampled.tools] or None
-        request = ChatCompletionRequest(messages=[], tools=tools)
-        parser = self._kind(self._tokenizer, request.tools)
-        with _errors_taken(parser.tool_parser) as errors:
-            reasoning, content, calls = parser.parse(
-                sampled.body, request, enable_auto_tools=True, model_output_token_ids=list(sampled.ids)
-            )
-        parts = ReplyParts(
-            content or "",
-            reasoning or "",
-            [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in calls or ()],
-        )
-        if tools and (why := errors[0] if errors else unread_calls(parser, sampled.body, parts)):
-            raise UnreadableReply(why)
-        return parts
-
-
-def _parser_class(tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> Any:
-    try:
-        from vllm.parser import ParserManager
-        from vllm.reasoning import ReasoningParserManager
-        from vllm.tool_parsers import ToolParserManager
-    except ImportError as problem:
-        raise ConfigError(f"tool_parser and reasoning_parser name parsers of vLLM ({problem}); install vllm") from None
-    _check_name("tool_parser", tool_parser, ToolParserManager.list_registered())
-    _check_name("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered())
-    try:
-        return ParserManager.get_parser(
-            tool_parser_name=tool_parser,
-            reasoning_parser_name=reasoning_parser,
-            enable_auto_tools=True,
-            tokenizer=tokenizer,
-        )
-    except (TypeError, ImportError) as problem:
-        why = problem.__cause__ or problem
-        raise ConfigError(
-            f"the parsers tool_parser={tool_parser} and reasoning_parser={reasoning_parser} cannot be used with this "
-            f"tokenizer ({one_line(why)}); name those of its model"
-        ) from None
-
-
-def _check_name(kind: str, name: str | None, known: list[str]) -> None:
-    if name and (problem := name_problem(kind, name, known)):
-        raise ConfigError(problem)
-
-
-def unread_calls(parser: Any, text: str, parts: ReplyParts) -> str:
-    """Why a call in `text` was not read, where the parser did not say so itself."""
-    if parts.calls:
-        return ""
-    for attribute in START_TOKENS:
-        start = getattr(parser.tool_parser, attribute, None)
-        if start and start in text and start not in parts.reasoning:
-            return f"the text has {start!r}, and no call that could be read"
-    dropped = text_after(text, parts, getattr(parser.reasoning_parser, "reasoning_end_str", None))
-    return f"the call {json.dumps(dropped[:80], ensure_ascii=False)} is incomplete" if dropped else ""
-
-
-def text_after(text: str, parts: ReplyParts, reasoning_end: str | None) -> str:
-    """The text after everything that the parser returned: some parsers drop an incomplete call."""
-    last = parts.content.strip() or parts.reasoning.strip()
-    _, found, rest = text.rpartition(last) if last else ("", "", text)
-    return rest.strip().removeprefix(reasoning_end or "").strip() if found or not last else ""
-
-
-@contextmanager
-def _errors_taken(parser: object) -> Iterator[list[str]]:
-    """Collect the errors that the parser's modules log within the block; they are not shown."""
-    errors: list[str] = []
-
-    def take(record: logging.LogRecord) -> bool:
-        if record.levelno < logging.ERROR:
-            return True
-        problem = record.exc_info[1] if record.exc_info else None
-        errors.append(one_line(problem) if problem else record.getMessage())
-        return False
-
-    loggers = [logging.getLogger(kind.__module__) for kind in type(parser).__mro__ if kind is not object]
-    for logger in loggers:
-        logger.addFilter(take)
-    try:
-        yield errors
-    finally:
-        for logger in loggers:
-            logger.removeFilter(take)
-
-
 class UnreadableReply(Exception):
     """A call in a reply cannot be read; the text says why."""
 
@@ -177,6 +72,94 @@ Extract = Callable[[SampledText], ReplyParts]
 """May raise any exception, depending on the text."""
 
 
+def extract_with_vllm(tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> Extract:
+    """What one or two named parsers of vLLM find. Raises ConfigError if they do not go with the tokenizer."""
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.parser import ParserManager
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as problem:
+        raise ConfigError(f"tool_parser and reasoning_parser name parsers of vLLM ({problem}); install vllm") from None
+    for kind, name, known in (
+        ("tool_parser", tool_parser, ToolParserManager.list_registered()),
+        ("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered()),
+    ):
+        if name and (wrong := name_problem(kind, name, known)):
+            raise ConfigError(wrong)
+    named = f"the parsers tool_parser={tool_parser} and reasoning_parser={reasoning_parser}"
+    try:
+        make_parser: Any = ParserManager.get_parser(
+            tool_parser_name=tool_parser,
+            reasoning_parser_name=reasoning_parser,
+            enable_auto_tools=True,
+            tokenizer=tokenizer,
+        )
+    except (TypeError, ImportError) as problem:
+        why = one_line(problem.__cause__ or problem)
+        raise ConfigError(f"{named} cannot be used with this tokenizer ({why}); name those of its model") from None
+
+    def extract(sampled: SampledText) -> ReplyParts:
+        tools = [dict(tool) for tool in sampled.tools] or None
+        request = ChatCompletionRequest(messages=[], tools=tools)
+        parser = make_parser(tokenizer, request.tools)
+        with collect_errors(parser.tool_parser) as errors:
+            reasoning, content, calls = parser.parse(
+                sampled.body, request, enable_auto_tools=True, model_output_token_ids=list(sampled.ids)
+            )
+        listed = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in calls or ()]
+        parts = ReplyParts(content or "", reasoning or "", listed)
+        if tools and (why := errors[0] if errors else unread_calls(parser, sampled.body, parts)):
+            raise UnreadableReply(why)
+        return parts
+
+    try:
+        extract(SampledText("a", "a", (), "", TRIED_TOOLS))
+    except NotImplementedError as problem:
+        raise ConfigError(
+            f"{named} do not parse a text ({problem}); use a tokenizer with a response_template, and leave them out"
+        ) from None
+    return extract
+
+
+def unread_calls(parser: Any, text: str, parts: ReplyParts) -> str:
+    """Why a call in `text` was not read, where the parser did not say so itself."""
+    if parts.calls:
+        return ""
+    for attribute in START_TOKENS:
+        start = getattr(parser.tool_parser, attribute, None)
+        if start and start in text and start not in parts.reasoning:
+            return f"the text has {start!r}, and no call that could be read"
+    # Some parsers drop an incomplete call, which then follows everything that they returned.
+    last = parts.content.strip() or parts.reasoning.strip()
+    _, found, rest = text.rpartition(last) if last else ("", "", text)
+    reasoning_end = getattr(parser.reasoning_parser, "reasoning_end_str", None)
+    dropped = rest.strip().removeprefix(reasoning_end or "").strip() if found or not last else ""
+    return f"the call {json.dumps(dropped[:80], ensure_ascii=False)} is incomplete" if dropped else ""
+
+
+@contextmanager
+def collect_errors(parser: object) -> Iterator[list[str]]:
+    """Collect the errors that the parser's modules log within the block; they are not shown."""
+    errors: list[str] = []
+
+    def take_record(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return True
+        problem = record.exc_info[1] if record.exc_info else None
+        errors.append(one_line(problem) if problem else record.getMessage())
+        return False
+
+    loggers = [logging.getLogger(kind.__module__) for kind in type(parser).__mro__ if kind is not object]
+    for logger in loggers:
+        logger.addFilter(take_record)
+    try:
+        yield errors
+    finally:
+        for logger in loggers:
+            logger.removeFilter(take_record)
+
+
 ID_LENGTH = 9
 """Number of letters and digits in a call's id; the templates of Mistral's models take exactly 9."""
 MOST_NESTED = 32
@@ -206,10 +189,10 @@ def reply_parser(tokenizer: Any, *, tool_parser: str | None = None, reasoning_pa
     parser imports vLLM.
     """
     if tool_parser or reasoning_parser:
-        extract = VllmExtraction(tokenizer, tool_parser, reasoning_parser)
+        extract = extract_with_vllm(tokenizer, tool_parser, reasoning_parser)
         return ReplyParser(tokenizer, extract, reads_calls=bool(tool_parser))
     if getattr(tokenizer, "response_template", None) is not None:
-        return ReplyParser(tokenizer, _of_response_template(tokenizer))
+        return ReplyParser(tokenizer, extract_by_template(tokenizer))
     return ReplyParser(tokenizer, lambda sampled: ReplyParts(sampled.body), reads_calls=False)
 
 
@@ -233,44 +216,40 @@ class ReplyParser:
 
         Without tools nothing is a call, even if the text looks like one.
         """
-        sampled = self._sampled_text(reply, context, tools)
-        parts, malformed = self._find_parts(sampled)
-        if malformed or (parts.calls and not tools):
-            parts = ReplyParts(sampled.body)
-        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
-        if parts.reasoning:
-            message[self._reasoning_key] = parts.reasoning
-        if parts.calls:
-            message["tool_calls"] = list(parts.calls)
-        return ParsedReply(message, is_sendable(malformed) if tools else "")
+        before = context if isinstance(context, str) else self._decode_ids(context)
+        if isinstance(reply, str):
+            sampled = SampledText(reply, self._end.sub("", reply), (), before, tools)
+        else:
+            ids = tuple(map(int, reply))
+            body = ids[:-1] if ids and ids[-1] in self._special_ids else ids
+            sampled = SampledText(self._decode_ids(ids), self._decode_ids(body), ids, before, tools)
 
-    def _find_parts(self, sampled: SampledText) -> tuple[ReplyParts, str]:
-        """(the parts of the reply, with calls in OpenAI's form; why the reply cannot be read, "" if it can)."""
+        parts, calls, malformed = ReplyParts(sampled.body), list[dict[str, Any]](), ""
         try:
             found = self._extract(sampled)
             if sampled.body.strip() and not (found.content.strip() or found.reasoning.strip() or found.calls):
                 raise UnreadableReply("the text has none of the forms that a reply can have")
-            calls = [form_call(call, sampled, index) for index, call in enumerate(found.calls)]
-            return ReplyParts(found.content, found.reasoning, calls), ""
+            formed = [form_call(call, sampled, index) for index, call in enumerate(found.calls)]
+            if tools or not formed:
+                parts, calls = found, formed
         except UnreadableReply as problem:
-            return ReplyParts(sampled.body), str(problem)
+            malformed = str(problem)
         except Exception as problem:  # the boundary to the parser, which is third-party code
-            return ReplyParts(sampled.body), one_line(problem)
+            malformed = one_line(problem)
 
-    def _sampled_text(self, reply: Ids | str, context: Ids | str, tools: Messages) -> SampledText:
-        before = context if isinstance(context, str) else self._decode_ids(context)
-        if isinstance(reply, str):
-            return SampledText(reply, self._end.sub("", reply), (), before, tools)
-        ids = tuple(map(int, reply))
-        body = ids[:-1] if ids and ids[-1] in self._special_ids else ids
-        return SampledText(self._decode_ids(ids), self._decode_ids(body), ids, before, tools)
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+        if parts.reasoning:
+            message[self._reasoning_key] = parts.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return ParsedReply(message, is_sendable(malformed) if tools else "")
 
     def _decode_ids(self, ids: Ids) -> str:
         listed = [int(one) for one in ids]
         return str(self._tokenizer.decode(listed, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _of_response_template(tokenizer: Any) -> Extract:
+def extract_by_template(tokenizer: Any) -> Extract:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     try:
@@ -301,21 +280,18 @@ def form_call(call: Any, sampled: SampledText, index: int) -> dict[str, Any]:
     if nesting_depth(known) > MOST_NESTED:
         raise UnreadableReply(f"the arguments of {name[:60]} are nested deeper than {MOST_NESTED}")
     formed = {"name": is_sendable(name), "arguments": is_sendable(json.dumps(known, ensure_ascii=False))}
-    return {"id": _call_id(call.get("id"), sampled, index), "type": "function", "function": formed}
+    own = call.get("id")
+    if isinstance(own, str) and own and own in sampled.whole:
+        own = is_sendable(own)
+    else:  # vLLM's parsers make up a random id if the text has none; a hash is the same each time
+        place = f"{index}/{len(sampled.context)}/{sampled.context}{sampled.whole}"
+        own = hashlib.blake2b(place.encode("utf-8", "replace"), digest_size=8).hexdigest()[:ID_LENGTH]
+    return {"id": own, "type": "function", "function": formed}
 
 
 def nesting_depth(value: Any) -> int:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return 1 + max(map(nesting_depth, inner), default=0)
-
-
-def _call_id(given: Any, sampled: SampledText, index: int) -> str:
-    """The policy's own id if the text contains it, else a hash: vLLM's parsers make up a random id if the text has
-    none."""
-    if isinstance(given, str) and given and given in sampled.whole:
-        return is_sendable(given)
-    place = f"{index}/{len(sampled.context)}/{sampled.context}{sampled.whole}"
-    return hashlib.blake2b(place.encode("utf-8", "replace"), digest_size=8).hexdigest()[:ID_LENGTH]
 
 
 def is_sendable(text: str) -> str:
@@ -361,11 +337,9 @@ def parser_names(kind: str) -> tuple[str, ...]:
     if not source.is_file():
         return ()
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _is_named(node, table):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        if any(isinstance(target, ast.Name) and target.id == table for target in node.targets):
             names = {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
             return tuple(sorted(names - {OF_RESPONSE_TEMPLATE}))
     return ()
-
-
-def _is_named(node: ast.Assign, table: str) -> bool:
-    return any(isinstance(target, ast.Name) and target.id == table for target in node.targets)

@@ -79,12 +79,22 @@ class ChatTemplate:
         self._boundaries: dict[tuple[str, bool], Boundary] = {}
         self._in_parts = False
         self._json_arguments = False
-        self._find_form()
+        try:
+            self.boundary_before("user")
+        except ConfigError as problem:
+            # Perhaps the template takes content in parts, as those for images do, and reads the parts, or prints them.
+            self._in_parts = True
+            with suppress(ConfigError):
+                self.boundary_before("user")
+            if not self._boundaries or "'type'" in self.render_text([ASKED]):
+                raise problem from None
+        with suppress(ConfigError):  # a template without tool calls serves conversations without them
+            self.boundary_before("user", calls=True)
 
     def render_text(self, messages: Messages) -> str:
         """The rendering of `messages` up to where the policy continues."""
         try:
-            given = [self._form_messages(message) for message in messages]
+            given = [self._form_message(message) for message in messages]
             return render_chat(self.tokenizer, given, add_generation_prompt=True, tools=self.tools)
         except Exception as problem:  # the boundary to the template, which is the model author's program
             roles = ", ".join(str(message.get("role")) for message in messages[-4:])
@@ -127,8 +137,22 @@ class ChatTemplate:
         role = str(new[0]["role"]) if new else "assistant"
         boundary = self.boundary_before(role, calls=bool(reply.get("tool_calls")))
         mark = self._unused_mark([*history, *new])
-        ids = self.ids_after_reply(self._after_mark([*history[:-1], with_marks(reply, mark), *new], mark))
-        start = self._closing_text(boundary, sampled)
+        marked: dict[str, Any] = {"role": "assistant", "content": mark}
+        if reply.get("tool_calls"):
+            *others, last = reply["tool_calls"]
+            function = {**last.get("function", last), "arguments": {"probe": mark}}
+            marked = {"role": "assistant", "content": "", "tool_calls": [*others, {**last, "function": function}]}
+        ids = self.ids_after_reply(self._after_mark([*history[:-1], marked, *new], mark))
+
+        start = boundary.closing
+        if start < 0:  # the reply is complete where its own end token is
+            found = np.flatnonzero(boundary.token_ids == sampled[-1]) if self.is_ended(sampled) else np.array([])
+            if not found.size:
+                raise ConfigError(
+                    "the chat template ends a reply with tool calls in its own way, and this reply does not end that "
+                    "way; feed it as a reply without calls, or use another template"
+                )
+            start = int(found[0])
         if not np.array_equal(ids[: start + 1], boundary.token_ids[: start + 1]):
             raise ConfigError(
                 f"the chat template ends this reply with {self.decode(ids[: start + 1])!r} and the probe's with "
@@ -148,7 +172,7 @@ class ChatTemplate:
                 return n
         return 0
 
-    def end_ids(self, sampled: Int32) -> bool:
+    def is_ended(self, sampled: Int32) -> bool:
         """Whether the policy ended its reply itself, with an end token."""
         return sampled.size > 0 and int(sampled[-1]) in self._added
 
@@ -165,14 +189,35 @@ class ChatTemplate:
         Raises ConfigError if the template drops either, or shows one of them more than once.
         """
         key = (role, calls)
-        if key not in self._boundaries:
-            self._boundaries[key] = self._probe_boundary(role, calls)
+        if key in self._boundaries:
+            return self._boundaries[key]
+        after = self._shown_after(role, calls)
+        if after.count(NEXT) != 1:
+            raise ConfigError(
+                f"the chat template shows a {role} message after a reply {after.count(NEXT)} times instead of once, "
+                "so its boundary cannot be found; use a template that knows this role"
+            )
+        between = after.partition(NEXT)[0]
+        if not between:
+            raise ConfigError(
+                f"the chat template writes nothing between a reply and a {role} message, so there is no boundary; "
+                "use a template that ends replies"
+            )
+        ids, closing = self.ids_after_reply(between), 0
+        if calls:
+            # A reply with calls is complete where the boundary after one without begins.
+            closing = -1
+            with suppress(ConfigError):  # the template shows such a message only after a call
+                found = np.flatnonzero(ids == self.boundary_before(role).token_ids[0])
+                closing = int(found[0]) if found.size else -1
+        self._boundaries[key] = Boundary(ids, closing)
         return self._boundaries[key]
 
     def marked_starts(self, messages: Messages, indices: Sequence[int], text: str) -> list[int]:
-        """`marked_start` of each of the replies, from one rendering with a mark in all of them.
+        """Where in `text`, the rendering of `messages`, each of the replies begins; -1 if the template rewrites it.
 
-        If the marks change other parts of the rendering, each reply is rendered with its own mark only.
+        One rendering with a mark in all of them shows it. If the marks change other parts of the rendering, each reply
+        is rendered with its own mark only.
         """
         mark = self._unused_mark(messages)
         marks = {index: f"{mark}{index:06}" for index in indices}
@@ -189,16 +234,14 @@ class ChatTemplate:
             plain += shown[last:at]
             starts.append(len(plain))
             last = at + len(marks[index])
-        if plain + shown[last:] != text:
-            return [self.marked_start(messages, index, text) for index in indices]
+        if plain + shown[last:] == text:
+            return starts
+        starts = []
+        for index in indices:
+            reply = {**messages[index], "content": mark + str(messages[index].get("content") or "")}
+            shown = self.render_text([*messages[:index], reply, *messages[index + 1 :]])
+            starts.append(shown.find(mark) if shown.replace(mark, "", 1) == text else -1)
         return starts
-
-    def marked_start(self, messages: Messages, index: int, text: str) -> int:
-        """Where in `text`, the rendering of `messages`, the reply `index` begins; -1 if the template rewrites it."""
-        mark = self._unused_mark(messages)
-        reply = {**messages[index], "content": mark + str(messages[index].get("content") or "")}
-        shown = self.render_text([*messages[:index], reply, *messages[index + 1 :]])
-        return shown.find(mark) if shown.replace(mark, "", 1) == text else -1
 
     def probe_call(self, argument: str) -> Mapping[str, Any]:
         """A reply that calls the first tool (any, if there are none) with one argument."""
@@ -213,54 +256,6 @@ class ChatTemplate:
         """The answer of the tool that `probe_call` calls."""
         (call,) = self.probe_call("")["tool_calls"]
         return {"role": "tool", "content": content, "name": call["function"]["name"], "tool_call_id": call["id"]}
-
-    def _find_form(self) -> None:
-        """Find out whether the template takes content as text or as parts (as templates for images do), and arguments
-        as JSON text."""
-        try:
-            self.boundary_before("user")
-        except ConfigError as problem:
-            self._in_parts = True
-            if not self._reads_parts():
-                raise problem from None
-        with suppress(ConfigError):  # a template without tool calls serves conversations without them
-            self.boundary_before("user", calls=True)
-
-    def _reads_parts(self) -> bool:
-        """Whether a boundary is found with content in parts, and the template reads the parts instead of printing
-        them."""
-        try:
-            self.boundary_before("user")
-        except ConfigError:
-            return False
-        return "'type'" not in self.render_text([ASKED])
-
-    def _probe_boundary(self, role: str, calls: bool) -> Boundary:
-        between = self._text_between(role, calls)
-        ids = self.ids_after_reply(between)
-        if not calls:
-            return Boundary(ids, 0)
-        try:
-            plain = int(self.boundary_before(role).token_ids[0])
-        except ConfigError:
-            return Boundary(ids, -1)  # the template shows such a message only after a call
-        found = np.flatnonzero(ids == plain)
-        return Boundary(ids, int(found[0]) if found.size else -1)
-
-    def _text_between(self, role: str, calls: bool) -> str:
-        after = self._shown_after(role, calls)
-        if after.count(NEXT) != 1:
-            raise ConfigError(
-                f"the chat template shows a {role} message after a reply {after.count(NEXT)} times instead of once, "
-                "so its boundary cannot be found; use a template that knows this role"
-            )
-        between = after.partition(NEXT)[0]
-        if not between:
-            raise ConfigError(
-                f"the chat template writes nothing between a reply and a {role} message, so there is no boundary; "
-                "use a template that ends replies"
-            )
-        return between
 
     def _shown_after(self, role: str, calls: bool) -> str:
         new = self.probe_answer(NEXT) if role == "tool" else {"role": role, "content": NEXT}
@@ -285,39 +280,21 @@ class ChatTemplate:
             )
         return text.partition(mark)[2]
 
-    def _closing_text(self, boundary: Boundary, sampled: Int32) -> int:
-        """The index in the boundary's ids at which the reply is complete."""
-        if boundary.closing >= 0:
-            return boundary.closing
-        last = int(sampled[-1]) if sampled.size else -1
-        found = np.flatnonzero(boundary.token_ids == last)
-        if last in self._added and found.size:
-            return int(found[0])
-        raise ConfigError(
-            "the chat template ends a reply with tool calls in its own way, and this reply does not end that way; "
-            "feed it as a reply without calls, or use another template"
-        )
-
-    def _form_messages(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _form_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message as this template takes it."""
-        formed = dict(message)
-        content = formed.get("content") or ""
-        formed["content"] = [{"type": "text", "text": content}] if self._is_part(content) else content
-        if formed.get("tool_calls"):
-            formed["tool_calls"] = [self._formed_call(call) for call in formed["tool_calls"]]
-        return formed
-
-    def _is_part(self, content: object) -> bool:
-        return self._in_parts and isinstance(content, str)
-
-    def _formed_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call.get("function", call))
-        arguments = function["arguments"]
-        if self._json_arguments and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not self._json_arguments and isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+        content = message.get("content") or ""
+        in_parts = self._in_parts and isinstance(content, str)
+        formed = {**message, "content": [{"type": "text", "text": content}] if in_parts else content}
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = dict(call.get("function", call))
+            arguments = function["arguments"]
+            if self._json_arguments and not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            elif not self._json_arguments and isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            calls.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+        return {**formed, "tool_calls": calls} if calls else formed
 
     def _unused_mark(self, messages: Messages) -> str:
         text = json.dumps([dict(message) for message in messages], ensure_ascii=False, default=str)
@@ -325,12 +302,3 @@ class ChatTemplate:
         while mark in text:
             mark += "q"
         return mark
-
-
-def with_marks(reply: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """The reply with `mark` in place of its content, and of its last call's arguments if it has calls."""
-    if not reply.get("tool_calls"):
-        return {"role": "assistant", "content": mark}
-    *others, last = reply["tool_calls"]
-    function = {**last.get("function", last), "arguments": {"probe": mark}}
-    return {"role": "assistant", "content": "", "tool_calls": [*others, {**last, "function": function}]}

@@ -48,14 +48,6 @@ class Span:
     versions: Int32 | None = None
 
 
-@dataclass(frozen=True)
-class SampledReply:
-    """A reply of the policy: its span, and its index among the messages."""
-
-    index: int
-    span: Span
-
-
 class Conversation:
     """Feed messages, ask for the context, hand in what was sampled, and so on.
 
@@ -71,7 +63,8 @@ class Conversation:
         self._messages: list[Mapping[str, Any]] = []
         self._fed: list[Mapping[str, Any]] = []
         """Messages since the last reply."""
-        self._replies: list[SampledReply] = []
+        self._replies: dict[int, Span] = {}
+        """Index among the messages -> what was sampled."""
         self._branches: list[tuple[Span, ...]] = []
         self._asked: tuple[Span, ...] | None = None
         """The spans of the context to be answered; None until it is asked for."""
@@ -89,7 +82,7 @@ class Conversation:
     def context(self) -> Int32:
         """All token ids of the next request, up to where the policy continues. It stays the same until something is
         fed."""
-        return _read_only(join_spans([span.token_ids for span in self._context_of()], np.int32))
+        return join_arrays([span.token_ids for span in self._context_of()], np.int32)
 
     def sampled(
         self,
@@ -103,12 +96,23 @@ class Conversation:
         `message` is the reply as parsed; without one it is the text without its end, and has no tool calls.
         """
         context = self._context_of()
-        ids = np.array(token_ids, np.int32)
-        span = Span(ids, self.template.decode(ids), np.array(logprobs, np.float32), np.array(versions, np.int32))
-        _check_lengths(span)
+        arrays = np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32)
+        sizes = [array.size for array in arrays]
+        if len(set(sizes)) > 1:
+            raise ConfigError("a reply has {} token ids, {} logprobs and {} versions; give one of each".format(*sizes))
+        ids = arrays[0]
+        span = Span(ids, self.template.decode(ids), arrays[1], arrays[2])
         if message is None:
             message = {"role": "assistant", "content": self.template.decode(self.template.content_ids(ids))}
-        self._commit_spans(context, span, message)
+
+        current = self._branches[-1] if self._branches else ()
+        if current == context[: len(current)]:
+            self._branches[-1:] = [(*context, span)]
+        else:
+            self._branches.append((*context, span))
+        self._replies[len(self.messages)] = span
+        self._messages += [*self._fed, message]
+        self._fed, self._asked = [], None
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """One for each branch, in the order in which they started; with `history="append"` at most one."""
@@ -119,69 +123,53 @@ class Conversation:
         """Number of tokens of all sequences."""
         return sum(span.token_ids.size for branch in self._branches for span in branch)
 
-    def _commit_spans(self, context: tuple[Span, ...], span: Span, message: Mapping[str, Any]) -> None:
-        current = self._branches[-1] if self._branches else ()
-        if current == context[: len(current)]:
-            self._branches[-1:] = [(*context, span)]
-        else:
-            self._branches.append((*context, span))
-        self._replies.append(SampledReply(len(self.messages), span))
-        self._messages += [*self._fed, message]
-        self._fed, self._asked = [], None
-
     def _context_of(self) -> tuple[Span, ...]:
         if not self._fed:
             raise ConfigError("nothing was fed since the last reply; feed a message before the next request")
         if self._asked is None:
-            self._asked = self._append_rendered() if self.history == "append" else self._render_whole()
+            self._asked = self._render_context()
         return self._asked
 
-    def _append_rendered(self) -> tuple[Span, ...]:
+    def _render_context(self) -> tuple[Span, ...]:
         if not self._branches:
-            return self._opening_ids(self.template.render_text(self._fed))
-        ids = self.template.ids_following(self._messages, self._replies[-1].span.token_ids, self._fed)
-        return (*self._branches[-1], Span(ids, self.template.decode(ids)))
-
-    def _render_whole(self) -> tuple[Span, ...]:
+            text = self.template.render_text(self._fed)
+            return (Span(self.template.render_ids(text), text),)
+        branch = self._branches[-1]
+        if self.history == "append":
+            ids = self.template.ids_following(self._messages, branch[-1].token_ids, self._fed)
+            return (*branch, Span(ids, self.template.decode(ids)))
         text = self.template.render_text(self.messages)
-        if not self._branches:
-            return self._opening_ids(text)
-        current = "".join(span.text for span in self._branches[-1])
-        if text.startswith(current):
-            return (*self._branches[-1], self._after_reply(text[len(current) :]))
-        return self._rewrite_history(text)
+        current = "".join(span.text for span in branch)
+        if not text.startswith(current):
+            return self._rewrite_history(text)
+        rest = text[len(current) :]
+        return (*branch, Span(self.template.ids_after_reply(rest), rest))
 
     def _rewrite_history(self, text: str) -> tuple[Span, ...]:
         """The spans of a rendering that differs from the previous context; replies that the rendering keeps also keep
         their ids."""
         spans: list[Span] = []
         end = 0
-        starts = self.template.marked_starts(self.messages, [reply.index for reply in self._replies], text)
-        for reply, start in zip(self._replies, starts, strict=True):
-            kept = self._kept_spans(reply.span, text, start)
+        starts = self.template.marked_starts(self.messages, [*self._replies], text)
+        for reply, start in zip(self._replies.values(), starts, strict=True):
+            kept = self._kept_span(reply, text, start)
             if kept is not None and start >= end:
                 spans += [self._fed_span(text[end:start], first=not spans), kept]
                 end = start + len(kept.text)
         return (*spans, self._fed_span(text[end:], first=not spans))
 
-    def _kept_spans(self, span: Span, text: str, start: int) -> Span | None:
+    def _kept_span(self, span: Span, text: str, start: int) -> Span | None:
         """The reply as context, with its end or without, if the template shows exactly that at `start`."""
         closing = self.template.boundary_before("user").token_ids
         for ids in (span.token_ids, self.template.content_ids(span.token_ids)):
             shown = self.template.decode(ids)
-            follows = "" if self.template.end_ids(ids) else self.template.decode(closing[:1])
+            follows = "" if self.template.is_ended(ids) else self.template.decode(closing[:1])
             if start >= 0 and text.startswith(shown + follows, start):
                 return Span(ids, shown)
         return None
 
-    def _opening_ids(self, text: str) -> tuple[Span, ...]:
-        return (Span(self.template.render_ids(text), text),)
-
-    def _after_reply(self, text: str) -> Span:
-        return Span(self.template.ids_after_reply(text), text)
-
     def _fed_span(self, text: str, *, first: bool) -> Span:
-        return Span(self.template.render_ids(text), text) if first else self._after_reply(text)
+        return Span(self.template.render_ids(text) if first else self.template.ids_after_reply(text), text)
 
 
 def token_sequence(spans: Sequence[Span]) -> TokenSequence:
@@ -191,24 +179,15 @@ def token_sequence(spans: Sequence[Span]) -> TokenSequence:
     logprobs = [np.zeros(s.token_ids.size) if s.logprobs is None else s.logprobs for s in spans]
     versions = [np.full(s.token_ids.size, -1) if s.versions is None else s.versions for s in spans]
     return TokenSequence(
-        _read_only(join_spans([span.token_ids for span in spans], np.int32)),
-        _read_only(join_spans(masks, np.bool_)),
-        _read_only(join_spans(logprobs, np.float32)),
-        _read_only(join_spans(versions, np.int32)),
+        join_arrays([span.token_ids for span in spans], np.int32),
+        join_arrays(masks, np.bool_),
+        join_arrays(logprobs, np.float32),
+        join_arrays(versions, np.int32),
     )
 
 
-def _check_lengths(span: Span) -> None:
-    assert span.logprobs is not None and span.versions is not None
-    sizes = span.token_ids.size, span.logprobs.size, span.versions.size
-    if len(set(sizes)) > 1:
-        raise ConfigError("a reply has {} token ids, {} logprobs and {} versions; give one of each".format(*sizes))
-
-
-def join_spans(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return np.concatenate(arrays, dtype=dtype, casting="same_kind")
-
-
-def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    array.flags.writeable = False
-    return array
+def join_arrays(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """The arrays, one after the other, as one that is read-only."""
+    joined: npt.NDArray[Any] = np.concatenate(arrays, dtype=dtype, casting="same_kind")
+    joined.flags.writeable = False
+    return joined

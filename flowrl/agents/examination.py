@@ -46,16 +46,16 @@ class Examination:
     def __str__(self) -> str:
         if self.no_tools:
             return f"{self.history()} Tool calls cannot be fed: {self.no_tools}."
-        return " ".join([self.history(), "Tool calls can be fed.", *self._show_kind(), self._show_parsing()])
-
-    def _show_kind(self) -> list[str]:
-        text = "The template does not show which tools there are: describe them in the environment's first message."
-        return [text] if self.hides_tools else []
-
-    def _show_parsing(self) -> str:
+        said = [self.history(), "Tool calls can be fed."]
+        if self.hides_tools:
+            said.append(
+                "The template does not show which tools there are: describe them in the environment's first message."
+            )
         if self.no_parsing:
-            return f"Tool calls are not parsed back: {self.no_parsing}."
-        return f"A rendered tool call was parsed back by {self.parsed_by}."
+            said.append(f"Tool calls are not parsed back: {self.no_parsing}.")
+        else:
+            said.append(f"A rendered tool call was parsed back by {self.parsed_by}.")
+        return " ".join(said)
 
     def history(self) -> str:
         """What the template does to earlier replies, as a sentence."""
@@ -81,16 +81,26 @@ def examine(
     the template names `</think>`.
     """
     template = ChatTemplate(tokenizer, tools)
-    no_tools = _no_tools(template)
-    found = {kind: sequence_sizes(template, kind) for kind in kinds_of_history(template, no_tools)}
-    rewrites = tuple(kind for kind, (_, sequences) in found.items() if len(sequences) > 1)
-    appended, sequences = max(found.values(), key=lambda sizes: sum(sizes[1]) / sizes[0])
-    no_parsing, no_calls = ("", False) if no_tools else parsed_back(template, parser)
-    hides_tools = not no_tools and _hides_tools(template)
+    no_tools, no_parsing, no_calls, hides_tools = "", "", False, False
+    try:
+        template.boundary_before("tool", calls=True)
+        template.boundary_before("user", calls=True)
+    except ConfigError as problem:
+        no_tools = str(problem)
+    else:
+        no_parsing, no_calls = parsed_back(template, parser)
+        with_tools = template if tools else ChatTemplate(tokenizer, (ANY_TOOL,))
+        hides_tools = with_tools.render_text([ASKED]) == ChatTemplate(tokenizer).render_text([ASKED])
+
+    reasoning = ["reasoning"] if "</think>" in str(tokenizer.chat_template) else []
+    kinds = ["plain", *reasoning, *([] if no_tools else ["calls"])]
+    appended = {kind: sum(probe_sizes(template, kind, "append")) for kind in kinds}
+    rewritten = {kind: probe_sizes(template, kind, "template") for kind in kinds}
+    worst = max(kinds, key=lambda kind: sum(rewritten[kind]) / appended[kind])
     return Examination(
-        rewrites,
-        len(sequences),
-        sum(sequences) / appended,
+        tuple(kind for kind in kinds if len(rewritten[kind]) > 1),
+        len(rewritten[worst]),
+        sum(rewritten[worst]) / appended[worst],
         no_tools,
         no_parsing,
         named,
@@ -127,63 +137,31 @@ def end_of_turn(template: ChatTemplate, *, calls: bool) -> Int32:
     ids = boundary.token_ids[
         : common_length(boundary.token_ids, template.boundary_before("user", calls=calls).token_ids)
     ]
-    while ids.size and not template.end_ids(ids):
+    while ids.size and not template.is_ended(ids):
         ids = ids[:-1]
     return ids
 
 
-def _no_tools(template: ChatTemplate) -> str:
-    try:
-        template.boundary_before("tool", calls=True)
-        template.boundary_before("user", calls=True)
-    except ConfigError as problem:
-        return str(problem)
-    return ""
-
-
-def _hides_tools(template: ChatTemplate) -> bool:
-    """Whether the rendering is the same with and without tools."""
-    tokenizer = template.tokenizer
-    with_tools = template if template.tools else ChatTemplate(tokenizer, (ANY_TOOL,))
-    return with_tools.render_text([ASKED]) == ChatTemplate(tokenizer).render_text([ASKED])
-
-
-def kinds_of_history(template: ChatTemplate, no_tools: str) -> list[str]:
-    reasoning = ["reasoning"] if "</think>" in str(template.tokenizer.chat_template) else []
-    return ["plain", *reasoning, *([] if no_tools else ["calls"])]
-
-
-def sequence_sizes(template: ChatTemplate, kind: str) -> tuple[int, list[int]]:
-    """Tokens of the probe's one sequence with appended history, and of each sequence with the template's."""
-    (appended,), sequences = probe_messages(template, kind, "append"), probe_messages(template, kind, "template")
-    return appended, sequences
-
-
-def probe_messages(template: ChatTemplate, kind: str, history: History) -> list[int]:
+def probe_sizes(template: ChatTemplate, kind: str, history: History) -> list[int]:
+    """Tokens of each sequence of a conversation with replies of this kind; with appended history it is one."""
     conversation = Conversation(template, history=history)
     new: Mapping[str, Any] = ASKED
     for n in range(PROBED_REPLIES):
         conversation.feed([new])
         context = conversation.context()
-        calls = kind == "calls" and n == 0
-        ids, message = probe_reply(template, "calls" if calls else kind, context)
+        message: Mapping[str, Any] = {"role": "assistant", "content": MARK}
+        new = ASKED
+        if kind == "reasoning":
+            opened = template.decode(context).rstrip().endswith("<think>")
+            text = ("" if opened else "<think>\n") + f"why\n</think>\n\n{MARK}"
+            ids = np.concatenate([template.render_ids(text), end_of_turn(template, calls=False)])
+            message = {"role": "assistant", "content": text}
+        else:
+            if kind == "calls" and n == 0:
+                message, new = template.probe_call(MARK), template.probe_answer("sum")
+            ids, _ = shown_reply(template, message)
         conversation.sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
-        new = template.probe_answer("sum") if calls else ASKED
     return [sequence.token_ids.size for sequence in conversation.sequences()]
-
-
-def probe_reply(template: ChatTemplate, kind: str, context: Int32) -> tuple[Int32, Mapping[str, Any]]:
-    """What a policy might sample after `context`, and the message that it is."""
-    if kind == "reasoning":
-        opened = template.decode(context).rstrip().endswith("<think>")
-        text = ("" if opened else "<think>\n") + f"why\n</think>\n\n{MARK}"
-        return np.concatenate([template.render_ids(text), end_of_turn(template, calls=False)]), said_message(text)
-    message = template.probe_call(MARK) if kind == "calls" else said_message(MARK)
-    return shown_reply(template, message)[0], message
-
-
-def said_message(text: str) -> Mapping[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 def parsed_back(template: ChatTemplate, parser: ReplyParser | None) -> tuple[str, bool]:

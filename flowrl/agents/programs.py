@@ -37,15 +37,15 @@ class ProgramName:
             raise ConfigError("an agent is a function of a file or a command; give one of them")
         if self.is_environment:
             return
-        if self.function:
-            self._check_function()
-        else:
-            _check_command(self.command)
-
-    def _check_function(self) -> None:
         file, _, name = self.function.rpartition(":")
-        if not file or not name.isidentifier() or set(self.function) & set(",=\"'"):
+        if self.function and (not file or not name.isidentifier() or set(self.function) & set(",=\"'")):
             raise ConfigError(f"the agent {self.function!r} names no function; write FILE.py:FUNCTION")
+        try:
+            words = shlex.split(self.command)
+        except ValueError as problem:
+            raise ConfigError(f"the agent's command {self.command!r} cannot be split into words: {problem}") from None
+        if self.command and not words:
+            raise ConfigError(f"the agent's command {self.command!r} has no words; write a program and its arguments")
 
     @property
     def is_environment(self) -> bool:
@@ -68,15 +68,6 @@ class ProgramName:
 def is_of_verifiers(name: str) -> bool:
     """Whether `name` names an environment of verifiers, and not a function of a file in a folder of that name."""
     return name.startswith(VERIFIERS) and EnvironmentName(name).adapter + "/" == VERIFIERS
-
-
-def _check_command(command: str) -> None:
-    try:
-        found = shlex.split(command)
-    except ValueError as problem:
-        raise ConfigError(f"the agent's command {command!r} cannot be split into words: {problem}") from None
-    if not found:
-        raise ConfigError(f"the agent's command {command!r} has no words; write a program and its arguments")
 
 
 AgentCause = Literal["agent_raised", "agent_died", "session_idle", "no_reward", "no_calls"]

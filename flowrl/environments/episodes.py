@@ -14,13 +14,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from flowrl.environments.environment_row import (
-    COOPERATIVE,
-    EnvironmentName,
-    EnvironmentRow,
-    FoundEnvironment,
-    find_environment,
-)
+from flowrl.environments.environment_class import FoundEnvironment, find_environment
+from flowrl.environments.environment_row import COOPERATIVE, EnvironmentName, EnvironmentRow
 from flowrl.environments.episode_processes.episode_process import EpisodeProcess, ProcessEpisode
 from flowrl.environments.episode_processes.zygote import ZygoteClient, with_tail
 from flowrl.environments.open_episode import LoopEpisode, OpenEpisode, ZygoteFailed
@@ -89,7 +84,15 @@ class Episodes:
         known = not self._name.adapter or self._name.adapter in COOPERATIVE
         found = find_environment(self._name.text) if known else None
         if found is not None and found.kind.cooperative:
-            self._refuse_process_options()
+            for option, given in (
+                ("episodes_per_process", self._episodes_per_process > 1),
+                ("keep_variables", bool(self._keep_variables)),
+            ):
+                if given:
+                    raise ConfigError(
+                        f"environment {self._name.text!r} is cooperative and has no processes, so {option} has no "
+                        "effect; leave it out"
+                    )
             self._in_loop, self.seats, self.replays = found, found.kind.seats, found.kind.replays
             self.saves = can_save(found.kind)
             await found.make_environment().close()
@@ -97,7 +100,11 @@ class Episodes:
         if missing := missing_variables(self._keep_variables):
             self._progress(f"keep_variables names {', '.join(missing)}, of which nothing is set on this machine")
         try:
-            await self._try_making()
+            episode = await self._open_episode(episodes=1)
+            try:
+                self.seats, self.replays, self.saves = await episode.try_making(limit_s=self._reset_s)
+            finally:
+                await episode.close_quietly()
         except BaseException:  # a cancelled or failed trial also ends its processes
             await self._end_zygote()
             raise
@@ -119,24 +126,6 @@ class Episodes:
         """A new episode that continues from a state that `OpenEpisode.save_state` returned. Raises as `reset` does."""
         return await self._begin_episode(row, state)
 
-    def _refuse_process_options(self) -> None:
-        for name, given in (
-            ("episodes_per_process", self._episodes_per_process > 1),
-            ("keep_variables", bool(self._keep_variables)),
-        ):
-            if given:
-                raise ConfigError(
-                    f"environment {self._name.text!r} is cooperative and has no processes, so {name} has no effect; "
-                    "leave it out"
-                )
-
-    async def _try_making(self) -> None:
-        episode = await self._open_episode(episodes=1)
-        try:
-            self.seats, self.replays, self.saves = await episode.try_making(limit_s=self._reset_s)
-        finally:
-            await episode.close_quietly()
-
     async def _begin_episode(self, row: EnvironmentRow, state: bytes | None) -> OpenEpisode:
         found = self._in_loop
         episode = (
@@ -157,24 +146,18 @@ class Episodes:
         """An episode in a process that plays up to `episodes`."""
         await self._free.acquire()
         try:
-            process = self._waiting_one() or self._fork_process(await self._living_zygote())
+            # The process that played last, unless those that wait have ended because their zygote is dead.
+            if self._waiting and not self._waiting[-1].exited.done():
+                process = self._waiting.pop()
+            else:
+                process = EpisodeProcess(self._name.text, await self._living_zygote())
+                process.exited.add_done_callback(lambda exited: self._process_exited(process))
         except BaseException:  # a cancelled or failed start also gives its place back
             self._free.release()
             raise
         again = process.num_begun + 1 < episodes
         keep = self._keep_process if again else None
         return ProcessEpisode(self._name.text, process, step_s=self._step_s, keep=keep, left=self._episode_left)
-
-    def _waiting_one(self) -> EpisodeProcess | None:
-        """The process that played last; None if none waits, or if they have ended because their zygote is dead."""
-        if not self._waiting or self._waiting[-1].exited.done():
-            return None
-        return self._waiting.pop()
-
-    def _fork_process(self, zygote: ZygoteClient) -> EpisodeProcess:
-        process = EpisodeProcess(self._name.text, zygote)
-        process.exited.add_done_callback(lambda exited: self._process_exited(process))
-        return process
 
     def _keep_process(self, process: EpisodeProcess) -> None:
         """Keep a process whose episode is over and that may play another one."""
@@ -210,7 +193,10 @@ class Episodes:
                 return self._zygote
             if self._zygote is not None:
                 await self._zygote.stop_zygote()
-                self._use_restart(self._zygote)
+                if self._restarts_left == 0:
+                    text = f"environment {self._name.text!r}: the process that starts its episodes has died again"
+                    raise ZygoteFailed(with_tail(f"{text}, and no restart is left", self._zygote.output.tail()))
+                self._restarts_left -= 1
             zygote = ZygoteClient(
                 self._name.text,
                 memory_bytes=self._memory_bytes,
@@ -220,12 +206,6 @@ class Episodes:
             await zygote.start_zygote()
             self._zygote = zygote
             return zygote
-
-    def _use_restart(self, died: ZygoteClient) -> None:
-        if self._restarts_left == 0:
-            text = f"environment {self._name.text!r}: the process that starts its episodes has died again"
-            raise ZygoteFailed(with_tail(f"{text}, and no restart is left", died.output.tail()))
-        self._restarts_left -= 1
 
     async def _end_zygote(self) -> None:
         try:

@@ -19,20 +19,18 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Literal, cast, get_args
 
-from flowrl.environments.environment_row import EnvironmentRow, FoundEnvironment
+from flowrl.environments.environment_class import FoundEnvironment
+from flowrl.environments.environment_row import EnvironmentRow
 from flowrl.environments.protocol import (
     Action,
     Env,
     MalformedValue,
     Observation,
     Step,
-    checked_reset,
-    checked_state,
-    checked_step,
+    shorten_value,
 )
 from flowrl.errors import AttemptFailed, FlowrlError
 
@@ -47,7 +45,14 @@ class Player:
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
         with guard_calls(f"{self._name}.reset"):
-            return checked_reset(self.env, await self.env.reset(task, seed))
+            found: Any = await self.env.reset(task, seed)
+            observations = tuple(found) if isinstance(found, tuple | list) else (found,)
+            for one in observations:
+                if not isinstance(one, Observation):
+                    shown = shorten_value(one)
+                    raise MalformedValue(f"{self._name}.reset returned {shown}; it needs an Observation")
+            self._check_seats("reset", "observations", len(observations))
+            return observations
 
     async def restore(self, state: bytes) -> None:
         with guard_calls(f"{self._name}.restore"):
@@ -56,15 +61,28 @@ class Player:
     async def step(self, action: Action, seat: int) -> Step:
         with guard_calls(f"{self._name}.step"):
             seats: tuple[int, ...] = () if self.env.seats == 1 else (seat,)
-            return checked_step(self.env, await cast(Any, self.env.step)(action, *seats))
+            found = await cast(Any, self.env.step)(action, *seats)
+            if not isinstance(found, Step):
+                raise MalformedValue(f"{self._name}.step returned {shorten_value(found)}; it needs a Step")
+            self._check_seats("step", "observations", len(found.observations))
+            self._check_seats("step", "rewards", len(found.rewards))
+            return found
 
     def save(self) -> bytes | None:
         with guard_calls(f"{self._name}.save"):
-            return checked_state(self.env, self.env.save())
+            found: Any = self.env.save()
+            if found is not None and not isinstance(found, bytes):
+                raise MalformedValue(f"{self._name}.save returned {shorten_value(found)}; it needs bytes or None")
+            return found
 
     async def close(self) -> None:
         with guard_calls(f"{self._name}.close"):
             await self.env.close()
+
+    def _check_seats(self, method: str, what: str, number: int) -> None:
+        if number != self.env.seats:
+            needed = f"it has {self.env.seats} seat(s) and needs one for each"
+            raise MalformedValue(f"{self._name}.{method} returned {number} {what}; {needed}")
 
 
 def seed_global_state(seed: int) -> None:
@@ -139,28 +157,17 @@ def tail_of_traceback(problem: BaseException) -> str:
     return "".join(traceback.format_exception(type(problem), problem, trace)).rstrip()[-TAIL:]
 
 
-class TimeLimit:
+@contextlib.asynccontextmanager
+async def limit_time(seconds: float, doing: str) -> AsyncIterator[None]:
     """Raises EnvironmentFailed(env_timed_out) when the time is over."""
-
-    def __init__(self, seconds: float, doing: str) -> None:
-        self._seconds, self._doing = seconds, doing
-        self._limit = asyncio.timeout(seconds)
-
-    async def __aenter__(self) -> None:
-        await self._limit.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
-        try:
-            await self._limit.__aexit__(kind, error, frames)
-        except TimeoutError:
-            raise self._limit_over() from None
-        if isinstance(error, TimeoutError) and self._limit.expired():
-            raise self._limit_over() from None
-
-    def _limit_over(self) -> EnvironmentFailed:
-        return EnvironmentFailed("env_timed_out", f"{self._doing} took more than {self._seconds:g} s")
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise EnvironmentFailed("env_timed_out", f"{doing} took more than {seconds:g} s") from None
 
 
 class OpenEpisode(ABC):
@@ -232,7 +239,7 @@ class LoopEpisode(OpenEpisode):
 
     async def begin_episode(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
         self._player = Player(self._name, self._found.make)
-        async with TimeLimit(limit_s, f"{self._name}: reset"):
+        async with limit_time(limit_s, f"{self._name}: reset"):
             if state is None:
                 self.observations = await self._player.reset(row.task, row.seed)
             else:
@@ -244,12 +251,12 @@ class LoopEpisode(OpenEpisode):
 
     async def _call_step(self, action: Action, seat: int) -> Step:
         assert self._player is not None
-        async with TimeLimit(self._step_s, f"{self._name}: step"):
+        async with limit_time(self._step_s, f"{self._name}: step"):
             return await self._player.step(action, seat)
 
     async def _call_close(self) -> None:
         if self._player is not None:
-            async with TimeLimit(self._step_s, f"{self._name}: close"):
+            async with limit_time(self._step_s, f"{self._name}: close"):
                 await self._player.close()
 
 

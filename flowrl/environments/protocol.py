@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,12 +39,36 @@ class Observation:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_text("an observation's text", self.text)
-        set_field(self, "messages", tuple(check_message(message) for message in check_items("messages", self.messages)))
-        set_field(self, "tools", tuple(check_tool(tool) for tool in check_items("tools", self.tools)))
-        set_field(self, "metrics", check_metrics(self.metrics))
+        check_text("an observation's text", self.text)
+        for message in check_items("messages", self.messages):
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise MalformedValue(f"an observation's message is {shorten_value(message)}; it needs role and content")
+            if isinstance(message["content"], list | tuple):
+                raise MalformedValue(
+                    "an observation's message has a list of parts as content; images are not supported: give one text, "
+                    "and describe in words what is to be seen"
+                )
+            for key, text in message.items():
+                check_text(f"{key!r} of an observation's message", text)
+            if message["role"] not in ROLES:
+                raise MalformedValue(f"a message's role is {message['role']!r}; it has to be one of {', '.join(ROLES)}")
         if self.text and self.messages:
             raise MalformedValue("an observation has both text and messages; put the text into the messages")
+
+        tools = []
+        for tool in check_items("tools", self.tools):
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                needed = "{'type': 'function', 'function': {'name': …}}"
+                raise MalformedValue(f"a tool is {shorten_value(tool)}; it needs {needed}")
+            try:
+                tools.append(json.loads(json.dumps(tool)))
+            except (TypeError, ValueError) as problem:
+                raise MalformedValue(
+                    f"the tool {function['name']!r} has values that JSON cannot represent: {problem}"
+                ) from None
+        messages = tuple(map(dict, self.messages))
+        vars(self).update(messages=messages, tools=tuple(tools), metrics=check_metrics(self.metrics))
 
 
 @dataclass(frozen=True)
@@ -79,16 +103,20 @@ class Action:
 
         The arguments of a call are JSON text or a mapping.
         """
-        calls = tuple(_tool_call(call) for call in message.get("tool_calls") or ())
-        return cls(str(message.get("content") or ""), calls, tuple(token_ids), finish_reason)
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            arguments = function.get("arguments") or {}
+            known = json.loads(arguments) if isinstance(arguments, str) else arguments
+            calls.append(ToolCall(function["name"], known, str(call.get("id") or "")))
+        return cls(str(message.get("content") or ""), tuple(calls), tuple(token_ids), finish_reason)
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise MalformedValue(f"an action's text is {shorten_value(self.text)}; it needs text")
         if self.finish_reason not in FINISH_REASONS:
             raise MalformedValue(f"finish_reason is {self.finish_reason!r}; it has to be {' or '.join(FINISH_REASONS)}")
-        set_field(self, "tool_calls", tuple(self.tool_calls))
-        set_field(self, "token_ids", tuple(map(int, self.token_ids)))
+        vars(self).update(tool_calls=tuple(self.tool_calls), token_ids=tuple(map(int, self.token_ids)))
 
 
 @dataclass(frozen=True)
@@ -111,20 +139,29 @@ class Step:
     """Texts that end the next reply."""
 
     def __post_init__(self) -> None:
-        seats = isinstance(self.observation, tuple | list)
-        set_field(
-            self,
-            "observation",
-            tuple(check_observations(self.observation)) if seats else check_observation(self.observation),
-        )
-        several = isinstance(self.reward, tuple | list)
+        seen = self.observation
+        for one in seen if isinstance(seen, tuple | list) else [seen]:
+            if not isinstance(one, Observation):
+                raise MalformedValue(f"a step's observation is {shorten_value(one)}; it needs an Observation")
         rewards = tuple(check_number("a reward", one) for one in self.rewards)
-        set_field(self, "reward", rewards if several else rewards[0])
-        for name in ("terminated", "truncated"):
-            set_field(self, name, check_flag(name, getattr(self, name)))
-        set_field(self, "metrics", check_metrics(self.metrics))
-        _check_max_tokens(self.max_tokens)
-        set_field(self, "stop", tuple(check_stop(text) for text in check_items("stop", self.stop)))
+        for name, value in (("terminated", self.terminated), ("truncated", self.truncated)):
+            if not isinstance(value, bool | np.bool_):
+                raise MalformedValue(f"{name} is {shorten_value(value)}; it needs True or False")
+        most: Any = self.max_tokens
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+            raise MalformedValue(f"max_tokens is {shorten_value(most)}; it needs a whole number above 0, or None")
+        for text in check_items("stop", self.stop):
+            check_text("a stop text", text)
+            if not text:
+                raise MalformedValue("a stop text is empty; it would end every reply at once")
+        vars(self).update(
+            observation=tuple(seen) if isinstance(seen, tuple | list) else seen,
+            reward=rewards if isinstance(self.reward, tuple | list) else rewards[0],
+            terminated=bool(self.terminated),
+            truncated=bool(self.truncated),
+            metrics=check_metrics(self.metrics),
+            stop=tuple(map(str, self.stop)),
+        )
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -190,94 +227,10 @@ def can_save(kind: type[Env]) -> bool:
     return kind.save is not Env.save
 
 
-def checked_reset(env: Env, found: Any) -> tuple[Observation, ...]:
-    """What `reset` returned, one for each seat. Raises MalformedValue that names the environment's class."""
-    observations = tuple(found) if isinstance(found, tuple | list) else (found,)
-    for one in observations:
-        if not isinstance(one, Observation):
-            raise MalformedValue(f"{type(env).__name__}.reset returned {shorten_value(one)}; it needs an Observation")
-    _check_seats(env, "reset", "observations", len(observations))
-    return observations
-
-
-def checked_step(env: Env, found: Any) -> Step:
-    """What `step` returned. Raises MalformedValue that names the environment's class."""
-    if not isinstance(found, Step):
-        raise MalformedValue(f"{type(env).__name__}.step returned {shorten_value(found)}; it needs a Step")
-    _check_seats(env, "step", "observations", len(found.observations))
-    _check_seats(env, "step", "rewards", len(found.rewards))
-    return found
-
-
-def checked_state(env: Env, found: Any) -> bytes | None:
-    """What `save` returned. Raises MalformedValue that names the environment's class."""
-    if found is not None and not isinstance(found, bytes):
-        raise MalformedValue(f"{type(env).__name__}.save returned {shorten_value(found)}; it needs bytes or None")
-    return found
-
-
-def _check_seats(env: Env, method: str, what: str, number: int) -> None:
-    if number != env.seats:
-        raise MalformedValue(
-            f"{type(env).__name__}.{method} returned {number} {what}; it has {env.seats} seat(s) and needs one for each"
-        )
-
-
-def _tool_call(call: Mapping[str, Any]) -> ToolCall:
-    function = call.get("function", call)
-    arguments = function.get("arguments") or {}
-    known = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return ToolCall(function["name"], known, str(call.get("id") or ""))
-
-
-def set_field(value: object, name: str, to: object) -> None:
-    object.__setattr__(value, name, to)
-
-
-def check_observation(value: Any) -> Observation:
-    if not isinstance(value, Observation):
-        raise MalformedValue(f"a step's observation is {shorten_value(value)}; it needs an Observation")
-    return value
-
-
-def check_observations(values: Any) -> list[Observation]:
-    return [check_observation(value) for value in values]
-
-
 def check_items(what: str, values: Any) -> Sequence[Any]:
     if not isinstance(values, tuple | list):
         raise MalformedValue(f"{what} is {shorten_value(values)}; it needs a tuple")
     return values
-
-
-def check_message(message: Any) -> Mapping[str, str]:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        raise MalformedValue(f"an observation's message is {shorten_value(message)}; it needs role and content")
-    if isinstance(message["content"], list | tuple):
-        raise MalformedValue(
-            "an observation's message has a list of parts as content; images are not supported: give one text, and "
-            "describe in words what is to be seen"
-        )
-    for key, text in message.items():
-        _check_text(f"{key!r} of an observation's message", text)
-    if message["role"] not in ROLES:
-        raise MalformedValue(f"a message's role is {message['role']!r}; it has to be one of {', '.join(ROLES)}")
-    return dict(message)
-
-
-def check_tool(tool: Any) -> Mapping[str, Any]:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MalformedValue(
-            f"a tool is {shorten_value(tool)}; it needs {{'type': 'function', 'function': {{'name': …}}}}"
-        )
-    try:
-        known: Mapping[str, Any] = json.loads(json.dumps(tool))
-    except (TypeError, ValueError) as problem:
-        raise MalformedValue(
-            f"the tool {function['name']!r} has values that JSON cannot represent: {problem}"
-        ) from None
-    return known
 
 
 def check_metrics(values: Any) -> Mapping[str, float]:
@@ -293,25 +246,7 @@ def check_number(what: str, value: Any) -> float:
     return number
 
 
-def check_flag(what: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise MalformedValue(f"{what} is {shorten_value(value)}; it needs True or False")
-    return bool(value)
-
-
-def _check_max_tokens(value: Any) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise MalformedValue(f"max_tokens is {shorten_value(value)}; it needs a whole number above 0, or None")
-
-
-def check_stop(text: Any) -> str:
-    _check_text("a stop text", text)
-    if not text:
-        raise MalformedValue("a stop text is empty; it would end every reply at once")
-    return str(text)
-
-
-def _check_text(what: str, value: Any) -> None:
+def check_text(what: str, value: Any) -> None:
     if not isinstance(value, str):
         raise MalformedValue(f"{what} is {shorten_value(value)}; it needs text")
     if problem := scalar_problem(value):
@@ -337,16 +272,10 @@ def without_middle(text: str, most_bytes: int) -> str:
     whole = text.encode("utf-8", "replace")
     if len(whole) <= most_bytes:
         return whole.decode()
-    room = most_bytes - len(omission_mark(len(whole)).encode())
+    mark = "\n[{} bytes left out]\n"
+    room = most_bytes - len(mark.format(len(whole)))
     head, tail = whole[: room - room // 2], whole[len(whole) - room // 2 :]
-    return f"{head.decode(errors='ignore')}{omission_mark(len(whole) - room)}{tail.decode(errors='ignore')}"
-
-
-def omission_mark(num_bytes: int) -> str:
-    return f"\n[{num_bytes} bytes left out]\n"
-
-
-Value = TypeVar("Value")
+    return f"{head.decode(errors='ignore')}{mark.format(len(whole) - room)}{tail.decode(errors='ignore')}"
 
 
 def as_plain(value: Observation | Action | Step) -> dict[str, Any]:
@@ -377,7 +306,10 @@ def read_action(found: Mapping[str, Any]) -> Action:
 
 def read_observation(found: Any) -> Observation:
     """The observation that `as_plain` converted into `found`. Raises MalformedValue."""
-    return _made_of(Observation, found)
+    try:
+        return Observation(**found)
+    except TypeError:
+        raise MalformedValue("the process answered with what is no Observation") from None
 
 
 def read_observations(found: Any) -> tuple[Observation, ...]:
@@ -393,18 +325,8 @@ def read_step(found: Any) -> Step:
         raise MalformedValue("the process answered without a step")
     seen = found.get("observation")
     several = isinstance(seen, list | tuple)
-    return _made_of(Step, {**found, "observation": read_observations(seen) if several else read_observation(seen)})
-
-
-def read_state(found: Any) -> bytes | None:
-    """A saved state. Raises MalformedValue."""
-    if found is not None and not isinstance(found, bytes):
-        raise MalformedValue("the process answered with a state that is not bytes")
-    return found
-
-
-def _made_of(kind: type[Value], fields: Any) -> Value:
+    observation = read_observations(seen) if several else read_observation(seen)
     try:
-        return kind(**fields)
+        return Step(**{**found, "observation": observation})
     except TypeError:
-        raise MalformedValue(f"the process answered with what is no {kind.__name__}") from None
+        raise MalformedValue("the process answered with what is no Step") from None

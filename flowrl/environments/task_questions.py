@@ -143,14 +143,26 @@ def asked_task(name: EnvironmentName, *, own: Collection[str] = ()) -> Task:
 
 def load_questions(name: EnvironmentName, task: Task) -> TaskQuestions:
     """Reads the task. Raises ConfigError for rows that an environment cannot ask."""
-    sets = dict(_asked_set(name, text, task) for text in name.options.get(SETS, ()))
+    sets = {}
+    for text in name.options.get(SETS, ()):
+        found = EvaluationSet.parse(text, like=task, samples=1)
+        if found.task.reward:
+            raise ConfigError(
+                f"the evaluation set {found.name!r} has a reward, but environment {name.text!r} scores its answers; "
+                "leave reward out, or name a check"
+            )
+        whole = load_rows_apart(found.task, whole=True)
+        sets[found.name] = AskedSet(found.task, rows_by_id(join_rows(whole.train, whole.held_out)))
     rows = load_rows_apart(task, whole=bool(sets))
     if not rows.held_out and not sets:
         raise ConfigError(
             f"the task of environment {name.text!r} has {len(rows.train)} rows, none of them held out, so held-out "
             "episodes would have nothing to ask; add rows"
         )
-    questions = TaskQuestions(rows, sets, places_of_questions(name))
+    # Seeds as indices would skip the questions at the seeds of the other part.
+    asking = environment_rows(name.text)
+    places = {row.seed: place for part in (asking.train, asking.held_out) for place, row in enumerate(part)}
+    questions = TaskQuestions(rows, sets, places)
     for row in questions.all:
         if any(turn["role"] == "assistant" for turn in row.turns):
             raise ConfigError(
@@ -158,23 +170,6 @@ def load_questions(name: EnvironmentName, task: Task) -> TaskQuestions:
                 "environment cannot speak for it; use rows that ask in messages of the system and the user"
             )
     return questions
-
-
-def places_of_questions(name: EnvironmentName) -> Mapping[int, int]:
-    """Seed -> index of the row within its part. Seeds as indices would skip the questions at the other part's seeds."""
-    found = environment_rows(name.text)
-    return {row.seed: place for part in (found.train, found.held_out) for place, row in enumerate(part)}
-
-
-def _asked_set(name: EnvironmentName, text: str, task: Task) -> tuple[str, AskedSet]:
-    found = EvaluationSet.parse(text, like=task, samples=1)
-    if found.task.reward:
-        raise ConfigError(
-            f"the evaluation set {found.name!r} has a reward, but environment {name.text!r} scores its answers; leave "
-            "reward out, or name a check"
-        )
-    rows = load_rows_apart(found.task, whole=True)
-    return found.name, AskedSet(found.task, rows_by_id(join_rows(rows.train, rows.held_out)))
 
 
 def question_of(row: Row) -> Observation:

@@ -12,14 +12,14 @@ other options belong to the task.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
-from flowrl.environments.protocol import Action, Env, Observation, Step, ToolCall, without_middle
+from flowrl.environments.protocol import Action, Env, Observation, Step, without_middle
 from flowrl.environments.task_questions import SET, TaskQuestions, load_questions, named_task, question_of
 from flowrl.environments.tools import ToolResult, Tools, named_tools
 from flowrl.errors import ConfigError
@@ -43,10 +43,6 @@ class ToolTask:
     calls: int
     reply_s: float
 
-    def score(self, row: Row, answer: str, asked_set: str = "") -> float:
-        """The reward by the task's verifier, or by that of the evaluation set `asked_set`. Raises BadReward."""
-        return (self.judges[asked_set] if asked_set else self.judge)([row.prompt], [answer], [row.columns]).rewards[0]
-
 
 class ToolEnv(Env):
     """One question."""
@@ -54,9 +50,31 @@ class ToolEnv(Env):
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], ToolEnv]:
         """Reads the task and loads the tools. Raises ConfigError for what is wrong with them."""
-        shared = _tool_task(name)
-        shared.tools.check_tools()
-        kind = cls if shared.tools.replays else UnrepeatableToolEnv
+        options = {**DEFAULTS, **{key: value for key, value in name.options.items() if key in DEFAULTS}}
+        calls, reply_s = options["calls"], options["reply_s"]
+        if not options["tools"] or not isinstance(options["tools"], str):
+            raise ConfigError(
+                f"environment {name.text!r} names no tools; write :tools=calculator, or tools=FILE.py:NAME"
+            )
+        if not isinstance(calls, int) or calls < 1:
+            raise ConfigError(
+                f"environment {name.text!r}: calls is {calls!r}; it has to be a whole number of at least 1"
+            )
+        if not isinstance(reply_s, int | float) or not reply_s > 0:
+            raise ConfigError(f"environment {name.text!r}: reply_s is {reply_s!r}; it has to be a number above 0")
+
+        task = named_task(name, name.place, own=DEFAULTS)
+        questions = load_questions(name, task)
+        judge = load_judge(task.own_verifier)
+        check_verifier(name, chain(questions.rows.train, questions.rows.held_out), judge)
+        judges = {key: load_judge(asked.task.own_verifier) for key, asked in questions.sets.items()}
+        for key, asked in questions.sets.items():
+            check_answers(asked.task, asked.by_id.values())
+            check_verifier(name, asked.by_id.values(), judges[key])
+        tools = named_tools(options["tools"])
+        tools.check_tools()
+        shared = ToolTask(questions, judge, judges, tools, calls, float(reply_s))
+        kind = cls if tools.replays else UnrepeatableToolEnv
         return lambda: kind(shared)
 
     def __init__(self, shared: ToolTask) -> None:
@@ -74,29 +92,27 @@ class ToolEnv(Env):
         await self._open.aclose()
 
     async def step(self, action: Action) -> Step:
-        if action.tool_calls:
-            return Step(Observation(messages=await self._answer_calls(action.tool_calls)), metrics=self._metrics)
-        reward = self._shared.score(self._row, action.text, self._asked_set)
-        return Step(Observation(), reward, terminated=True, metrics=self._metrics)
+        shared = self._shared
+        until, messages = time.monotonic() + shared.reply_s, []
+        for call in action.tool_calls:
+            self._calls += 1
+            if self._calls > shared.calls:
+                text = f"No tool call is left of the {shared.calls} that are allowed. Answer without one."
+                result = ToolResult(text, failed=True)
+            else:
+                result = await self._tools.execute(call, limit_s=until - time.monotonic())
+            self._errors += result.failed
+            message = {"role": "tool", "content": result.text, "name": without_middle(call.name, NAME_BYTES)}
+            if call.call_id:
+                message["tool_call_id"] = without_middle(call.call_id, NAME_BYTES)
+            messages.append(message)
 
-    @property
-    def _metrics(self) -> dict[str, float]:
-        """Metrics of the episode so far."""
-        return {"tool_calls": self._calls, "tool_errors": self._errors}
-
-    async def _answer_calls(self, calls: Sequence[ToolCall]) -> tuple[Mapping[str, str], ...]:
-        until = time.monotonic() + self._shared.reply_s
-        return tuple([reply_message(call, await self._execute_call(call, until)) for call in calls])
-
-    async def _execute_call(self, call: ToolCall, until: float) -> ToolResult:
-        self._calls += 1
-        if self._calls > self._shared.calls:
-            text = f"No tool call is left of the {self._shared.calls} that are allowed. Answer without one."
-            result = ToolResult(text, failed=True)
-        else:
-            result = await self._tools.execute(call, limit_s=until - time.monotonic())
-        self._errors += result.failed
-        return result
+        metrics = {"tool_calls": self._calls, "tool_errors": self._errors}
+        if messages:
+            return Step(Observation(messages=tuple(messages)), metrics=metrics)
+        judge = shared.judges[self._asked_set] if self._asked_set else shared.judge
+        reward = judge([self._row.prompt], [action.text], [self._row.columns]).rewards[0]
+        return Step(Observation(), reward, terminated=True, metrics=metrics)
 
 
 class UnrepeatableToolEnv(ToolEnv):
@@ -105,37 +121,7 @@ class UnrepeatableToolEnv(ToolEnv):
     replays = False
 
 
-def reply_message(call: ToolCall, result: ToolResult) -> Mapping[str, str]:
-    message = {"role": "tool", "content": result.text, "name": without_middle(call.name, NAME_BYTES)}
-    return {**message, "tool_call_id": without_middle(call.call_id, NAME_BYTES)} if call.call_id else message
-
-
-def _tool_task(name: EnvironmentName) -> ToolTask:
-    options = {**DEFAULTS, **{key: value for key, value in name.options.items() if key in DEFAULTS}}
-    _check_options(name, options)
-    task = named_task(name, name.place, own=DEFAULTS)
-    questions = load_questions(name, task)
-    judge = load_judge(task.own_verifier)
-    _check_verifier(name, chain(questions.rows.train, questions.rows.held_out), judge)
-    judges = {key: load_judge(asked.task.own_verifier) for key, asked in questions.sets.items()}
-    for key, asked in questions.sets.items():
-        check_answers(asked.task, asked.by_id.values())
-        _check_verifier(name, asked.by_id.values(), judges[key])
-    tools = named_tools(options["tools"])
-    return ToolTask(questions, judge, judges, tools, options["calls"], float(options["reply_s"]))
-
-
-def _check_options(name: EnvironmentName, options: Mapping[str, Any]) -> None:
-    tools, calls, reply_s = options["tools"], options["calls"], options["reply_s"]
-    if not tools or not isinstance(tools, str):
-        raise ConfigError(f"environment {name.text!r} names no tools; write :tools=calculator, or tools=FILE.py:NAME")
-    if not isinstance(calls, int) or calls < 1:
-        raise ConfigError(f"environment {name.text!r}: calls is {calls!r}; it has to be a whole number of at least 1")
-    if not isinstance(reply_s, int | float) or not reply_s > 0:
-        raise ConfigError(f"environment {name.text!r}: reply_s is {reply_s!r}; it has to be a number above 0")
-
-
-def _check_verifier(name: EnvironmentName, rows: Iterable[Row], judge: Judge) -> None:
+def check_verifier(name: EnvironmentName, rows: Iterable[Row], judge: Judge) -> None:
     """Raise ConfigError unless every row has what the verifier compares with, and the verifier works in this
     process."""
     rows = iter(rows)

@@ -94,14 +94,12 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-class OneResponse:
-    def messages_of(self, response_id: str) -> Messages | None:
-        return [{"role": "user", "content": "before"}] if response_id == "a" else None
+RESPONSES: Mapping[str, Messages] = {"a": [{"role": "user", "content": "before"}]}
 
 
 def read(name: str, body: Mapping[str, Any]) -> ApiCall:
     api, _ = BODIES[name]
-    return api.read_call(body, OneResponse())  # type: ignore[no-any-return]
+    return api.read_call(body, RESPONSES)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("prompt", "param"), [([], "prompt"), ([""], "prompt[0]"), (["a", []], "prompt[1]")])

@@ -24,7 +24,7 @@ from flowrl.environments import (
     environment_rows,
     task_questions,
 )
-from flowrl.environments.environment_row import find_environment
+from flowrl.environments.environment_class import find_environment
 from flowrl.environments.tool_env import ToolEnv
 from flowrl.errors import ConfigError
 from flowrl.tasks import Row, load_rows

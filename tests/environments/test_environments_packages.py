@@ -15,7 +15,7 @@ import pytest
 
 from flowrl.environments import Action, EnvironmentFailed, EnvironmentName, EnvironmentRow, Episodes, Step
 from flowrl.environments.adapters.gymnasium_env import grid_text
-from flowrl.environments.environment_row import find_environment, import_package
+from flowrl.environments.environment_class import find_environment, import_package
 from flowrl.errors import ConfigError
 from tests.base.small_proxy import small_proxy
 

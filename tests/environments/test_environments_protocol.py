@@ -22,7 +22,7 @@ from flowrl.environments import (
     ToolCall,
     environment_rows,
 )
-from flowrl.environments.environment_row import find_environment, import_package
+from flowrl.environments.environment_class import find_environment, import_package
 from flowrl.environments.protocol import as_plain, read_action, read_step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import LENGTH, _unpack_message, pack_message

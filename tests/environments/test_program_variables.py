@@ -183,7 +183,7 @@ OURS = {
     "wire/run_files.py": "the heir of a run's files, which gets next to nothing",
     "machine/orphans.py": "what its callers name, with the variables that they give",
     "agents/parser_trial.py": "vLLM's parsers, and the policy's tokenizer, which may need a token of the hub",
-    "environments/tools/sandbox/sandbox_process.py": "a sandbox, whose variables are fixed (`_variables`)",
+    "environments/tools/sandbox/sandbox_process.py": "a sandbox, whose variables are fixed (`_write_settings`)",
     "environments/tools/sandbox/sandbox_start.py": "the same",
 }
 """Modules that start programs of flowrl's own, or of the machine; what the policy writes gets nothing of the run."""

@@ -13,7 +13,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.environments import Action, EnvironmentRow
-from flowrl.environments.environment_row import find_environment
+from flowrl.environments.environment_class import find_environment
 from flowrl.environments.task_questions import with_sets
 from flowrl.errors import ConfigError, SampleFailed
 from flowrl.graph.load import load_file

@@ -40,7 +40,10 @@ class CallSampler:
             message = f"the model {call.model!r} is not served here; use {' or '.join(self._settings.models)}"
             raise ApiProblem(404, message, param="model", code="model_not_found")
         if call.prompts:
-            self._check_vocabulary(call)
+            size = len(self._tokenizer)
+            for prompt in call.prompts:
+                if not isinstance(prompt, str) and max(prompt) >= size:
+                    raise invalid("prompt", f"prompt has the token {max(prompt)}, and the policy has {size} tokens")
         elif not call.messages:
             raise invalid("messages", "there are no messages; give at least one")
         elif call.messages[-1]["role"] == "assistant":
@@ -51,7 +54,7 @@ class CallSampler:
         """The replies, `n` to each context. Raises ApiProblem; cancelling aborts all of them."""
         asked = [one for one in await self._find_context(session, call) for _ in range(call.n)]
         contexts = [one.token_ids for one in asked]
-        session.full = session.full or any(not self._room_for_reply(context.size) for context in contexts)
+        session.full |= any(context.size >= self._settings.context_tokens for context in contexts)
         limits = [self.max_tokens(call, context.size) for context in contexts]
         if len(asked) == 1:
             return [(asked[0], await self._sample_reply(session, call, contexts[0], limits[0]))]
@@ -68,7 +71,7 @@ class CallSampler:
         self.check_call(call)
         count = functools.partial(session.tree.num_tokens, call.messages, call.tools)
         try:
-            return await asyncio.to_thread(count) if _is_long(call) else count()
+            return await asyncio.to_thread(count) if is_long(call) else count()
         except TooMuchText as problem:
             raise self._too_long(problem.num_tokens) from None
         except ConfigError as problem:
@@ -76,24 +79,33 @@ class CallSampler:
 
     def deliver_answer(self, session: AgentSession, call: ApiCall, sampled: SampledCall) -> CallAnswer:
         """What the client sees; from now on the replies are part of the session."""
-        session.request_ids += [answer.request_id for _, answer in sampled]
-        choices = tuple(self._keep_reply(session, call, asked, answer) for asked, answer in sampled)
+        choices = []
+        for asked, answer in sampled:
+            session.request_ids.append(answer.request_id)
+            ids = answer.token_ids.astype(np.int32)
+            span = Span(ids, "", answer.logprobs.astype(np.float32), answer.versions.astype(np.int32))
+            if isinstance(asked, AskedMessages):
+                said = answer.message or {"content": answer.text}
+                message = session.tree.add_reply(asked, span, said, stop_text=answer.stop_text)
+            else:
+                assert isinstance(asked, AskedPrompt)
+                session.prompts.add_reply(asked, span, answer.text)
+                message = {"content": answer.text}
+            tokens = ids.tolist() if call.logprobs else ()
+            texts = tuple(self._tokenizer.decode([token], skip_special_tokens=False) for token in tokens)
+            choices.append(Choice(answer, message, texts))
         sizes = [asked.token_ids.size for asked, _ in sampled[:: call.n]]
-        answer = CallAnswer(choices, sum(sizes), self.max_tokens(call, max(sizes)))
+        whole = CallAnswer(tuple(choices), sum(sizes), self.max_tokens(call, max(sizes)))
         if call.kept is not None:
-            session.keep_response(answer.ident, [*call.kept, choices[0].message])
-        return answer
+            session.responses[whole.ident] = [*call.kept, choices[0].message]
+        return whole
 
     def max_tokens(self, call: ApiCall, context_tokens: int) -> int:
         """The limit of a reply. Raises ApiProblem if the context leaves no place for one."""
-        room = self._room_for_reply(context_tokens)
-        if not room:
+        room = self._settings.context_tokens - context_tokens
+        if room <= 0:
             raise self._too_long(context_tokens)
         return min(call.max_tokens or room, self._settings.turn_tokens, room)
-
-    def _room_for_reply(self, context_tokens: int) -> int:
-        """Tokens that a context leaves for a reply."""
-        return max(0, self._settings.context_tokens - context_tokens)
 
     def _too_long(self, num_tokens: int) -> ApiProblem:
         # Harnesses recognise a full context by the words of OpenAI's or Anthropic's servers, not by the code.
@@ -110,12 +122,12 @@ class CallSampler:
         A thread goes on although its call is cancelled, and the next call of the session waits for its end.
         """
         try:
-            if not _is_long(call):
+            if not is_long(call):
                 async with session.asking:
                     return self._find_contexts(session, call)
             await session.asking.acquire()
             made = asyncio.ensure_future(asyncio.to_thread(self._find_contexts, session, call))
-            made.add_done_callback(functools.partial(release_reply, session))
+            made.add_done_callback(functools.partial(release_asking, session))
             return await asyncio.shield(made)
         except TooMuchText as problem:
             session.full = True
@@ -145,45 +157,24 @@ class CallSampler:
             log.exception("sampling for the session %s failed", session.session_id)
             raise ApiProblem(500, f"sampling failed: {type(problem).__name__}: {problem}") from None
 
-    def _keep_reply(self, session: AgentSession, call: ApiCall, asked: Asked, answer: SampledAnswer) -> Choice:
-        ids = answer.token_ids.astype(np.int32)
-        span = Span(ids, "", answer.logprobs.astype(np.float32), answer.versions.astype(np.int32))
-        message = answer.message or {"content": answer.text}
-        if isinstance(asked, AskedMessages):
-            message = session.tree.add_reply(asked, span, message, stop_text=answer.stop_text)
-        else:
-            assert isinstance(asked, AskedPrompt)
-            session.prompts.add_reply(asked, span, answer.text)
-            message = {"content": answer.text}
-        return Choice(answer, message, self._text_tokens(ids) if call.logprobs else ())
 
-    def _text_tokens(self, ids: Int32) -> tuple[str, ...]:
-        """The text of each single token, special tokens included."""
-        return tuple(self._tokenizer.decode([token], skip_special_tokens=False) for token in ids.tolist())
-
-    def _check_vocabulary(self, call: ApiCall) -> None:
-        size = len(self._tokenizer)
-        for prompt in call.prompts:
-            if not isinstance(prompt, str) and max(prompt) >= size:
-                raise invalid("prompt", f"prompt has the token {max(prompt)}, and the policy has {size} tokens")
-
-
-def release_reply(session: AgentSession, made: asyncio.Future[Sequence[Asked]]) -> None:
+def release_asking(session: AgentSession, made: asyncio.Future[Sequence[Asked]]) -> None:
     session.asking.release()
     if not made.cancelled():
         made.exception()  # mark it as retrieved: the call may have been cancelled
 
 
-def _is_long(call: ApiCall) -> bool:
-    return _num_characters((call.messages, call.tools, call.prompts)) > LONG
-
-
-def _num_characters(value: object) -> int:
-    """How long all texts of a message are together; a prompt of ids has as many as it has ids."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_num_characters, value.values()))
-    if not isinstance(value, Sequence):
-        return 0
-    return len(value) if value and isinstance(value[0], int) else sum(map(_num_characters, value))
+def is_long(call: ApiCall) -> bool:
+    """Whether the call's texts have more than LONG characters together; an id of a prompt counts as one."""
+    length, values = 0, [call.messages, call.tools, call.prompts]
+    while values and length <= LONG:
+        value: Any = values.pop()
+        if isinstance(value, str):
+            length += len(value)
+        elif isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, Sequence) and value and isinstance(value[0], int):
+            length += len(value)
+        elif isinstance(value, Sequence):
+            values += value
+    return length > LONG

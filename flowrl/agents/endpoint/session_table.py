@@ -20,7 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from flowrl.agents.chat_template import ChatTemplate, TextBound
 from flowrl.agents.endpoint.apis import CallAnswer
@@ -33,6 +33,8 @@ from flowrl.models.tokens.vocabulary import most_characters_per_token
 
 SampledCall = list[tuple[Asked, SampledAnswer]]
 """The replies to a call, each with its context."""
+Work = Callable[[], Coroutine[None, None, SampledCall]]
+Deliver = Callable[[SampledCall], CallAnswer]
 
 
 class AgentSession:
@@ -44,7 +46,7 @@ class AgentSession:
         key: str,
         tokenizer: Any,
         template_of: Callable[[Messages], ChatTemplate],
-        runs: CallRuns[SampledCall, CallAnswer],
+        runs: CallRuns,
         bound: TextBound,
     ) -> None:
         self.task = task
@@ -61,7 +63,8 @@ class AgentSession:
         self.reward: float | None = None
         self.full = False
         """Whether a call was refused because its context left no place for a reply."""
-        self._responses: dict[str, Messages] = {}
+        self.responses: dict[str, Messages] = {}
+        """Id of a response -> the conversation that ended with it."""
 
     @property
     def session_id(self) -> str:
@@ -73,34 +76,15 @@ class AgentSession:
             raise ApiProblem(409, f"the session has the reward {self.reward} already; a session has one reward")
         self.reward = reward
 
-    def messages_of(self, response_id: str) -> Messages | None:
-        """The conversation that ended with a response."""
-        return self._responses.get(response_id)
 
-    def keep_response(self, response_id: str, messages: Messages) -> None:
-        self._responses[response_id] = messages
-
-    def finished_session(self, cause: str) -> FinishedSession:
-        return FinishedSession(
-            session_id=self.session_id,
-            sequences=self.branches.sequences(),
-            request_ids=tuple(self.request_ids),
-            reward=self.reward,
-            full=self.full,
-            cause=cause or ("no_reward" if self.reward is None else ""),
-        )
-
-
-Sampled = TypeVar("Sampled")
-Delivered = TypeVar("Delivered")
 MOST_KEPT = 64
 """Maximum number of finished runs of a session whose answers can be repeated."""
 
 
-class CallRun(Generic[Sampled, Delivered]):
+class CallRun:
     """One call being answered. `deliver` makes what clients see from what was sampled."""
 
-    def __init__(self, key: bytes, task: asyncio.Task[Sampled], deliver: Callable[[Sampled], Delivered]) -> None:
+    def __init__(self, key: bytes, task: asyncio.Task[SampledCall], deliver: Deliver) -> None:
         self.key = key
         self.task = task
         self.waiting = 0
@@ -110,13 +94,9 @@ class CallRun(Generic[Sampled, Delivered]):
         """Whether the session has ended; what was sampled since then is not part of it."""
         self.leaving: asyncio.TimerHandle | None = None
         self._deliver = deliver
-        self._delivered: Delivered | None = None
+        self._delivered: CallAnswer | None = None
 
-    async def done_within(self, seconds: float) -> bool:
-        await asyncio.wait({self.task}, timeout=seconds)
-        return self.task.done()
-
-    async def deliver_once(self) -> Delivered:
+    async def deliver_once(self) -> CallAnswer:
         """Raises ApiProblem if the run failed, or if it was cancelled because its session ended."""
         await asyncio.wait({self.task})
         if self.task.cancelled() or self.given_up:
@@ -127,7 +107,7 @@ class CallRun(Generic[Sampled, Delivered]):
         return self._delivered
 
 
-class CallRuns(Generic[Sampled, Delivered]):
+class CallRuns:
     """The runs of one session.
 
     `begin` makes the task of a run; the owner of `begin` waits for the tasks at the end. `changed` is called when a
@@ -136,7 +116,7 @@ class CallRuns(Generic[Sampled, Delivered]):
 
     def __init__(
         self,
-        begin: Callable[[Coroutine[None, None, Sampled]], asyncio.Task[Sampled]],
+        begin: Callable[[Coroutine[None, None, SampledCall]], asyncio.Task[SampledCall]],
         *,
         leave_s: float,
         most_open: int,
@@ -148,7 +128,7 @@ class CallRuns(Generic[Sampled, Delivered]):
         self._leave_s = leave_s
         self._most_open = most_open
         self._changed = changed
-        self._runs: dict[CallRun[Sampled, Delivered], None] = {}
+        self._runs: dict[CallRun, None] = {}
         """In the order in which they started."""
         self._closed = False
 
@@ -156,17 +136,22 @@ class CallRuns(Generic[Sampled, Delivered]):
     async def join_run(
         self,
         key: bytes,
-        work: Callable[[], Coroutine[None, None, Sampled]],
-        deliver: Callable[[Sampled], Delivered],
+        work: Work,
+        deliver: Deliver,
         *,
         retried: bool,
-    ) -> AsyncIterator[CallRun[Sampled, Delivered]]:
+    ) -> AsyncIterator[CallRun]:
         """A run of the call `key`: if the call was `retried`, the run that the first attempt started, if that is still
         known.
 
         Leaving the block without an exception means that the client has the answer. Raises ApiProblem.
         """
-        run = self._known_run(key) if retried else None
+        run = None
+        if retried:
+            # Among runs of equal calls, the one whose client has left; else the latest.
+            equal = [known for known in self._runs if known.key == key]
+            lost = [known for known in equal if not known.waiting and not known.received]
+            run = next(reversed(lost or equal), None)
         if run is None:
             run = self._begin_run(key, work, deliver)
         run.waiting += 1
@@ -180,7 +165,8 @@ class CallRuns(Generic[Sampled, Delivered]):
         finally:
             run.waiting -= 1
             self.num_waiting -= 1
-            self._client_left(run)
+            if not run.waiting and not run.received and run in self._runs:
+                run.leaving = asyncio.get_running_loop().call_later(self._leave_s, self._give_up, run)
             self._changed()
 
     def close_runs(self) -> None:
@@ -195,8 +181,11 @@ class CallRuns(Generic[Sampled, Delivered]):
             run.task.cancel()
 
     def _begin_run(
-        self, key: bytes, work: Callable[[], Coroutine[None, None, Sampled]], deliver: Callable[[Sampled], Delivered]
-    ) -> CallRun[Sampled, Delivered]:
+        self,
+        key: bytes,
+        work: Work,
+        deliver: Deliver,
+    ) -> CallRun:
         if self._closed:
             raise ApiProblem(409, "the session has ended; ask for another one")
         if sum(not run.task.done() for run in self._runs) >= self._most_open:
@@ -207,13 +196,7 @@ class CallRuns(Generic[Sampled, Delivered]):
         self._runs[run] = None
         return run
 
-    def _known_run(self, key: bytes) -> CallRun[Sampled, Delivered] | None:
-        """Among runs of equal calls, the one whose client has left; else the latest."""
-        equal = [run for run in self._runs if run.key == key]
-        lost = [run for run in equal if not run.waiting and not run.received]
-        return next(reversed(lost or equal), None)
-
-    def _run_ended(self, run: CallRun[Sampled, Delivered]) -> None:
+    def _run_ended(self, run: CallRun) -> None:
         """Forget a failed run, so that a retry samples again, and the oldest finished runs beyond MOST_KEPT."""
         if run.task.cancelled() or run.task.exception() is not None:
             self._runs.pop(run, None)
@@ -221,11 +204,7 @@ class CallRuns(Generic[Sampled, Delivered]):
         for other in done[: max(0, len(done) - MOST_KEPT)]:
             self._runs.pop(other)
 
-    def _client_left(self, run: CallRun[Sampled, Delivered]) -> None:
-        if not run.waiting and not run.received and run in self._runs:
-            run.leaving = asyncio.get_running_loop().call_later(self._leave_s, self._give_up, run)
-
-    def _give_up(self, run: CallRun[Sampled, Delivered]) -> None:
+    def _give_up(self, run: CallRun) -> None:
         self._runs.pop(run, None)
         run.task.cancel()
 
@@ -244,7 +223,7 @@ class SessionTable:
         self._source = sessions
         self._tokenizer = tokenizer
         self._settings = settings
-        self._open: dict[str, AgentSession] = {}
+        self.open_sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         """Id -> key."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -253,51 +232,48 @@ class SessionTable:
         self._templates_lock = threading.Lock()
         self._tasks: set[asyncio.Task[SampledCall]] = set()
 
-    def is_full_with(self, more: int) -> bool:
-        """Whether no further session can start, given the open sessions and `more` that are about to start."""
-        return len(self._open) + more >= self._settings.sessions
-
     def open_session(self, task: SessionTask) -> AgentSession:
         """Begin a session. Raises ConfigError for an id that is malformed or taken."""
         name = task.session_id
-        if not SESSION_ID.fullmatch(name) or name in self._open or name in self._ended:
+        if not SESSION_ID.fullmatch(name) or name in self.open_sessions or name in self._ended:
             raise ConfigError(f"the session id {name!r} is taken, or has more than letters, digits, - and _")
-        runs: CallRuns[SampledCall, CallAnswer] = CallRuns(
-            self._begin_session,
+        runs = CallRuns(
+            self._start_task,
             leave_s=self._settings.leave_s,
             most_open=self._settings.session_calls,
             changed=functools.partial(self._heard_of, name),
         )
         key = f"{name}.{secrets.token_urlsafe(24)}"
-        self._open[name] = AgentSession(task, key, self._tokenizer, self._template_of, runs, self._bound)
+        self.open_sessions[name] = AgentSession(task, key, self._tokenizer, self._template_of, runs, self._bound)
         self._heard_of(name)
-        return self._open[name]
+        return self.open_sessions[name]
 
     def find_session(self, key: str, session_id: str | None) -> AgentSession:
         """The open session that a key or an id names. Raises ApiProblem (401, 404, 409)."""
-        session_id = self._check_key(key, session_id)
+        if self.is_run_key(key):
+            if session_id is None:
+                message = "the run's key names no session; use the base URL of a session, or a session's own key"
+                raise ApiProblem(401, message)
+        else:
+            named = key.partition(".")[0]
+            known = self.open_sessions[named].key if named in self.open_sessions else self._ended.get(named, "")
+            if not known or not keys_equal(key, known) or session_id not in (None, named):
+                raise unknown_key()
+            session_id = named
         if session_id in self._ended:
             raise ApiProblem(409, f"the session {session_id} has ended; ask for another one", code="session_ended")
-        if session_id not in self._open:
+        if session_id not in self.open_sessions:
             raise ApiProblem(404, f"there is no session {session_id}; POST /sessions begins one")
         self._heard_of(session_id)
-        return self._open[session_id]
-
-    def is_open(self, session_id: str) -> bool:
-        return session_id in self._open
+        return self.open_sessions[session_id]
 
     def is_run_key(self, key: str) -> bool:
         return keys_equal(key, self.run_key)
 
-    def check_run_key(self, key: str) -> None:
-        """Raises ApiProblem (401) for any other key."""
-        if not self.is_run_key(key):
-            raise _unknown_key()
-
     def end_session(self, session: AgentSession, cause: str = "") -> FinishedSession:
         """Cancel the session's calls and report it."""
         name = session.session_id
-        ended = self._open.pop(name)
+        ended = self.open_sessions.pop(name)
         assert ended is session
         if name in self._timers:
             self._timers.pop(name).cancel()
@@ -305,7 +281,14 @@ class SessionTable:
         if len(self._ended) > MOST_REMEMBERED:
             self._ended.popitem(last=False)
         session.runs.close_runs()
-        finished = session.finished_session(cause)
+        finished = FinishedSession(
+            session_id=name,
+            sequences=session.branches.sequences(),
+            request_ids=tuple(session.request_ids),
+            reward=session.reward,
+            full=session.full,
+            cause=cause or ("no_reward" if session.reward is None else ""),
+        )
         self._source.finished(finished)
         return finished
 
@@ -313,48 +296,34 @@ class SessionTable:
         """Cancel all calls and wait until that is done."""
         for timer in self._timers.values():
             timer.cancel()
-        for session in self._open.values():
+        for session in self.open_sessions.values():
             session.runs.close_runs()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _check_key(self, key: str, session_id: str | None) -> str:
-        if self.is_run_key(key):
-            if session_id is None:
-                message = "the run's key names no session; use the base URL of a session, or a session's own key"
-                raise ApiProblem(401, message)
-            return session_id
-        named = key.partition(".")[0]
-        known = self._open[named].key if named in self._open else self._ended.get(named, "")
-        if not known or not keys_equal(key, known) or session_id not in (None, named):
-            raise _unknown_key()
-        return named
-
-    def _begin_session(self, work: Coroutine[None, None, SampledCall]) -> asyncio.Task[SampledCall]:
+    def _start_task(self, work: Coroutine[None, None, SampledCall]) -> asyncio.Task[SampledCall]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def _heard_of(self, name: str) -> None:
-        session = self._open.get(name)
+        session = self.open_sessions.get(name)
         if session is not None:
-            session.active_s = asyncio.get_running_loop().time()
+            loop = asyncio.get_running_loop()
+            session.active_s = loop.time()
             if name not in self._timers:
-                self._look_after(name, self._settings.idle_s)
-
-    def _look_after(self, name: str, seconds: float) -> None:
-        self._timers[name] = asyncio.get_running_loop().call_later(seconds, self._end_idle, name)
+                self._timers[name] = loop.call_later(self._settings.idle_s, self._end_idle, name)
 
     def _end_idle(self, name: str) -> None:
         """End the session if it is idle. While a client waits, there is no timer; the next one starts when the client
         leaves."""
         del self._timers[name]
-        session = self._open[name]
-        left_s = session.active_s + self._settings.idle_s - asyncio.get_running_loop().time()
+        loop, session = asyncio.get_running_loop(), self.open_sessions[name]
+        left_s = session.active_s + self._settings.idle_s - loop.time()
         if session.runs.num_waiting:
             return
         if left_s > 0:
-            self._look_after(name, left_s)
+            self._timers[name] = loop.call_later(left_s, self._end_idle, name)
         else:
             self.end_session(session, "session_idle")
 
@@ -377,5 +346,5 @@ def keys_equal(key: str, known: str) -> bool:
     return hmac.compare_digest(sent, known.encode())
 
 
-def _unknown_key() -> ApiProblem:
+def unknown_key() -> ApiProblem:
     return ApiProblem(401, "this key is not known; use the run's key, or that of the session", code="invalid_api_key")

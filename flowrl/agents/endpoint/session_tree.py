@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -51,9 +52,12 @@ class SampledBranches:
     def add_reply(self, asked: Asked, reply: Span) -> None:
         """`reply` has logprobs; of the spans asked, those that have them are replies that were added before."""
         sampled = [span for span in asked.spans if span.logprobs is not None]
-        branch = self._ends.pop(sampled[-1], None) if sampled and not _ends_sampled(asked) else None
+        fed = [span for span in asked.spans if span.token_ids.size]
+        # If nothing was fed after the last reply, the new one is another sequence.
+        continues = bool(sampled) and not (fed and fed[-1].logprobs is not None)
+        branch = self._ends.pop(sampled[-1], None) if continues else None
         if branch is None:
-            branch = [_as_context(span) for span in asked.spans]
+            branch = [span if span.logprobs is None else Span(span.token_ids, span.text) for span in asked.spans]
             self._branches.append(branch)
         else:
             branch += asked.spans[len(branch) :]
@@ -65,27 +69,31 @@ class SampledBranches:
         return tuple(token_sequence(branch) for branch in self._branches)
 
 
-def _ends_sampled(asked: Asked) -> bool:
-    """Whether nothing was fed after the last reply."""
-    spans = [span for span in asked.spans if span.token_ids.size]
-    return bool(spans) and spans[-1].logprobs is not None
-
-
-def _as_context(span: Span) -> Span:
-    return span if span.logprobs is None else Span(span.token_ids, span.text)
-
-
-Found = TypeVar("Found")
-
-
 def canonical_message(value: Any) -> str:
     """JSON text that is equal for equal values."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
+def stripped_text(message: Mapping[str, Any], key: str) -> str:
+    return str(message.get(key) or "").strip()
+
+
+def canonical_calls(message: Mapping[str, Any]) -> list[list[Any]]:
+    """The name and the arguments of each call, the arguments as objects if they are valid JSON text."""
+    found = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            with suppress(ValueError):
+                arguments = json.loads(arguments)
+        found.append([function["name"], arguments])
+    return found
+
+
 def said_parts(message: Mapping[str, Any]) -> str:
     """What an assistant message says: its text without blanks at the ends, and its calls without their ids."""
-    return canonical_message([content_text(message), canonical_calls(message)])
+    return canonical_message([stripped_text(message, "content"), canonical_calls(message)])
 
 
 def call_ids(message: Mapping[str, Any]) -> list[str]:
@@ -93,65 +101,42 @@ def call_ids(message: Mapping[str, Any]) -> list[str]:
     return [str(call["id"]) for call in message.get("tool_calls") or () if call.get("id")]
 
 
-class KnownReplies(Generic[Found]):
+class KnownReplies:
     """Replies of the policy, found by what a client sends back.
 
-    Among several that say the same, `find` takes the first one with the same reasoning as the message, else the first.
+    Among several that say the same, `find_reply` takes the first one with the same reasoning as the message, else the
+    first.
     """
 
     def __init__(self) -> None:
-        self._by_call_id: dict[str, tuple[Mapping[str, Any], Found]] = {}
-        self._by_said: dict[str, list[tuple[str, Found]]] = {}
-        """What is said -> (reasoning, reply) of each reply that says it."""
+        self._by_call_id: dict[str, MessageNode] = {}
+        self._by_said: dict[str, list[MessageNode]] = {}
 
-    def add_reply(self, message: Mapping[str, Any], reply: Found, *, stop_text: str = "") -> None:
-        """`stop_text` ended the reply and is not in the message; clients may add it again."""
+    def add_reply(self, node: MessageNode) -> None:
+        """The stop text that ended the reply is not in its message; clients may add it again."""
+        message = node.message
         for call_id in call_ids(message):
-            self._by_call_id.setdefault(call_id, (message, reply))
+            self._by_call_id.setdefault(call_id, node)
         texts = {said_parts(message)}
-        if stop_text:
-            texts.add(said_parts({**message, "content": f"{message.get('content') or ''}{stop_text}"}))
+        if node.stop_text:
+            texts.add(said_parts({**message, "content": f"{message.get('content') or ''}{node.stop_text}"}))
         for text in texts:
-            self._by_said.setdefault(text, []).append((reasoning_text(message), reply))
+            self._by_said.setdefault(text, []).append(node)
 
-    def find_reply(self, message: Mapping[str, Any]) -> Found | None:
+    def find_reply(self, message: Mapping[str, Any]) -> MessageNode | None:
         """The reply that `message` repeats: by the id of a call, unless the calls or the text were edited; else by
         what it says. None if it repeats none."""
+        text = stripped_text(message, "content")
         for call_id in call_ids(message):
             known = self._by_call_id.get(call_id)
-            if known is not None and repeats_text(message, known[0]):
-                return known[1]
-        known_replies = self._by_said.get(said_parts(message))
-        if not known_replies:
-            return None
-        same = [reply for reasoning, reply in known_replies if reasoning == reasoning_text(message)]
-        return (same or [reply for _, reply in known_replies])[0]
-
-
-def repeats_text(message: Mapping[str, Any], reply: Mapping[str, Any]) -> bool:
-    return canonical_calls(message) == canonical_calls(reply) and content_text(message) in ("", content_text(reply))
-
-
-def reasoning_text(message: Mapping[str, Any]) -> str:
-    return str(message.get("reasoning_content") or "").strip()
-
-
-def content_text(message: Mapping[str, Any]) -> str:
-    return str(message.get("content") or "").strip()
-
-
-def canonical_calls(message: Mapping[str, Any]) -> list[list[Any]]:
-    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    return [[function["name"], parse_arguments(function["arguments"])] for function in functions]
-
-
-def parse_arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+            if known is None or text not in ("", stripped_text(known.message, "content")):
+                continue
+            if canonical_calls(message) == canonical_calls(known.message):
+                return known
+        equal = self._by_said.get(said_parts(message), [])
+        reasoning = stripped_text(message, "reasoning_content")
+        same = [node for node in equal if stripped_text(node.message, "reasoning_content") == reasoning]
+        return next(iter(same or equal), None)
 
 
 RawPrompt = str | Sequence[int]
@@ -172,10 +157,8 @@ class CompletedPrompt:
     reply: Span
     shown: str
     """The reply's text as the client has it; "" if the prompt was given as ids."""
-
-    @property
-    def text(self) -> str:
-        return f"{self.asked.prompt}{self.shown}"
+    text: str
+    """The prompt and `shown`."""
 
 
 class RawPrompts:
@@ -191,12 +174,21 @@ class RawPrompts:
         """The context; the longest earlier one that the prompt continues keeps its ids. Raises TooMuchText."""
         if isinstance(prompt, str):
             self._bound.check_text(prompt)
-        spans = self._text_spans(prompt) if isinstance(prompt, str) else self._id_spans(prompt)
+            spans = self._text_spans(prompt)
+        else:
+            ids = np.asarray(prompt, np.int32)
+            kept: tuple[Span, ...] = ()
+            size = 0
+            for one in self._completed:
+                known = np.concatenate([one.asked.token_ids, one.reply.token_ids])
+                if known.size > size and np.array_equal(ids[: known.size], known):
+                    kept, size = (*one.asked.spans, one.reply), known.size
+            spans = (*kept, Span(ids[size:], ""))
         return AskedPrompt(tuple(span for span in spans if span.token_ids.size), prompt)
 
     def add_reply(self, asked: AskedPrompt, reply: Span, shown: str) -> None:
-        text = shown if isinstance(asked.prompt, str) else ""
-        self._completed.append(CompletedPrompt(asked, reply, text))
+        shown = shown if isinstance(asked.prompt, str) else ""
+        self._completed.append(CompletedPrompt(asked, reply, shown, f"{asked.prompt}{shown}"))
         self._branches.add_reply(asked, reply)
 
     def _text_spans(self, prompt: str) -> tuple[Span, ...]:
@@ -205,40 +197,21 @@ class RawPrompts:
             return (Span(np.asarray(self._tokenizer(prompt)["input_ids"], np.int32), prompt),)
         longest = max(continued, key=lambda one: len(one.text))
         rest = prompt[len(longest.text) - len(longest.shown) :]
-        kept, text = self._kept_part(longest.reply, rest)
-        return (*longest.asked.spans, kept, self._fed_span(rest[len(text) :]))
 
-    def _id_spans(self, prompt: Sequence[int]) -> tuple[Span, ...]:
-        ids = np.asarray(prompt, np.int32)
-        best: tuple[Span, ...] = ()
-        for one in self._completed:
-            spans = (*one.asked.spans, one.reply)
-            if count_ids(spans) > count_ids(best) and np.array_equal(ids[: count_ids(spans)], join_ids(spans)):
-                best = spans
-        return (*best, Span(ids[count_ids(best) :], ""))
-
-    def _kept_part(self, reply: Span, rest: str) -> tuple[Span, str]:
-        """(the part of the reply that `rest` begins with, its text); if that is the whole reply, the part is `reply`
-        itself."""
-        for size in range(reply.token_ids.size, 0, -1):
-            text = self._decode_ids(reply.token_ids[:size])
-            if rest.startswith(text):
-                return (reply if size == reply.token_ids.size else Span(reply.token_ids[:size], text)), text
-        return Span(reply.token_ids[:0], ""), ""
-
-    def _fed_span(self, text: str) -> Span:
-        return Span(np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), text)
-
-    def _decode_ids(self, ids: Int32) -> str:
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def count_ids(spans: tuple[Span, ...]) -> int:
-    return sum(span.token_ids.size for span in spans)
-
-
-def join_ids(spans: tuple[Span, ...]) -> Int32:
-    return np.concatenate([span.token_ids for span in spans], dtype=np.int32)
+        # The part of the reply that the prompt repeats keeps its ids; if that is all of it, the reply's own span.
+        ids, kept = longest.reply.token_ids, ""
+        size = ids.size
+        while size:
+            kept = self._tokenizer.decode(
+                ids[:size].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            if rest.startswith(kept):
+                break
+            size, kept = size - 1, ""
+        reply = longest.reply if size == ids.size else Span(ids[:size], kept)
+        fed = rest[len(kept) :]
+        fed_ids = np.asarray(self._tokenizer(fed, add_special_tokens=False)["input_ids"], np.int32)
+        return (*longest.asked.spans, reply, Span(fed_ids, fed))
 
 
 @dataclass(eq=False)
@@ -254,7 +227,7 @@ class MessageNode:
     fed: Span | None = None
     """What is fed from the last reply, or from the start, to where the policy continues after this message."""
     fed_below: dict[str, MessageNode] = field(default_factory=dict)
-    replies_below: KnownReplies[MessageNode] = field(default_factory=KnownReplies)
+    replies_below: KnownReplies = field(default_factory=KnownReplies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +247,7 @@ class MessageTree:
         self._template_of = template_of
         self._branches = branches
         self._roots: dict[str, MessageNode] = {}
-        self._replies: KnownReplies[MessageNode] = KnownReplies()
+        self._replies: KnownReplies = KnownReplies()
         self._call_ids: set[str] = set()
 
     def find_context(self, messages: Messages, tools: Messages = ()) -> AskedMessages:
@@ -294,10 +267,12 @@ class MessageTree:
         self, asked: AskedMessages, reply: Span, message: Mapping[str, Any], *, stop_text: str = ""
     ) -> Mapping[str, Any]:
         """Add a reply; returns the message as the client is to see it: each tool call has a unique id."""
-        message = self._with_call_ids({**message, "role": "assistant", "content": message.get("content") or ""})
+        message = {**message, "role": "assistant", "content": message.get("content") or ""}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"type": "function", **call, "id": self._unused_id(call)} for call in calls]
         node = MessageNode(message, asked.node, reply, stop_text)
-        asked.node.replies_below.add_reply(message, node, stop_text=stop_text)
-        self._replies.add_reply(message, node, stop_text=stop_text)
+        asked.node.replies_below.add_reply(node)
+        self._replies.add_reply(node)
         self._branches.add_reply(asked, reply)
         return message
 
@@ -307,21 +282,21 @@ class MessageTree:
         if known is not None:
             return known
         key = canonical_message(message)
-        if key not in node.fed_below:
-            elsewhere = self._replies.find_reply(message) if replied else None
-            if elsewhere is not None:
-                return repeated_reply(node, elsewhere)
+        if key in node.fed_below:
+            return node.fed_below[key]
+        elsewhere = self._replies.find_reply(message) if replied else None
+        if elsewhere is None:
             node.fed_below[key] = MessageNode(message, node)
-        return node.fed_below[key]
-
-    def _with_call_ids(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The policy's own id of a call is kept if there is one and no other call of the session has it."""
-        if not message.get("tool_calls"):
-            return message
-        calls = [{"type": "function", **call, "id": self._unused_id(call)} for call in message["tool_calls"]]
-        return {**message, "tool_calls": calls}
+            return node.fed_below[key]
+        # A reply of another history is context here, with the ids that were sampled.
+        assert elsewhere.reply is not None
+        context = Span(elsewhere.reply.token_ids, elsewhere.reply.text)
+        repeated = MessageNode(elsewhere.message, node, context, elsewhere.stop_text)
+        node.replies_below.add_reply(repeated)
+        return repeated
 
     def _unused_id(self, call: Mapping[str, Any]) -> str:
+        """The policy's own id of a call, if there is one and no other call of the session has it; else a new one."""
         own, number = str(call.get("id") or ""), len(self._call_ids)
         while not own or own in self._call_ids:
             own, number = f"call{number:05}", number + 1  # nine letters and digits, which every template takes
@@ -329,49 +304,31 @@ class MessageTree:
         return own
 
 
-def repeated_reply(node: MessageNode, known: MessageNode) -> MessageNode:
-    """The reply `known` as context below `node`."""
-    assert known.reply is not None
-    repeated = MessageNode(known.message, node, Span(known.reply.token_ids, known.reply.text), known.stop_text)
-    node.replies_below.add_reply(known.message, repeated, stop_text=known.stop_text)
-    return repeated
-
-
 def context_spans(template: ChatTemplate, node: MessageNode) -> tuple[Span, ...]:
     """The spans of all that precedes a reply to `node`."""
     spans: list[Span] = []
     below: MessageNode | None = node
     while below is not None:
-        reply = _last_reply(below)
-        spans.append(fed_spans(template, below, reply))
-        if reply is None:
-            break
-        assert reply.reply is not None
-        spans.append(reply.reply)
-        below = reply.above
+        replied: MessageNode | None = below
+        while replied is not None and replied.reply is None:
+            replied = replied.above
+        reply = None if replied is None else replied.reply
+        if below.fed is None:
+            messages = path_messages(below)
+            if replied is None or reply is None:
+                text = template.render_text(messages)
+                below.fed = Span(template.render_ids(text), text)
+            else:
+                size = len(path_messages(replied))
+                ids = template.ids_following(messages[:size], reply.token_ids, messages[size:])
+                below.fed = Span(ids, "")
+        spans += [below.fed] if reply is None else [below.fed, reply]
+        below = None if replied is None else replied.above
     return tuple(reversed(spans))
 
 
-def _last_reply(node: MessageNode | None) -> MessageNode | None:
-    while node is not None and node.reply is None:
-        node = node.above
-    return node
-
-
-def fed_spans(template: ChatTemplate, node: MessageNode, reply: MessageNode | None) -> Span:
-    if node.fed is None:
-        messages = path_messages(node)
-        if reply is None or reply.reply is None:
-            text = template.render_text(messages)
-            node.fed = Span(template.render_ids(text), text)
-        else:
-            size = len(path_messages(reply))
-            ids = template.ids_following(messages[:size], reply.reply.token_ids, messages[size:])
-            node.fed = Span(ids, "")
-    return node.fed
-
-
 def path_messages(node: MessageNode) -> list[Mapping[str, Any]]:
+    """The messages from the first one to this one."""
     found = []
     above: MessageNode | None = node
     while above is not None and above.message:

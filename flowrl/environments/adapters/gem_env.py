@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, close_names, import_package
+from flowrl.environments.environment_class import close_names, import_package
+from flowrl.environments.environment_row import EnvironmentName
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
 

@@ -16,7 +16,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, import_package
+from flowrl.environments.environment_class import import_package
+from flowrl.environments.environment_row import EnvironmentName
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
 
@@ -35,38 +36,25 @@ GRID_LEGEND = (
 )
 
 
-def is_minigrid(place: str) -> bool:
-    """Whether the name is of one of the package's environments."""
-    return place.startswith(FAMILIES)
-
-
-def register_minigrid(name: EnvironmentName) -> None:
-    """Make the package's names known to gymnasium. Raises ConfigError if the package is missing."""
-    import_package(name, "minigrid", distribution="minigrid")
-
-
 def grid_text(env: Any) -> str:
     """The mission, the grid, and the agent's state, of a MiniGridEnv."""
-    rows = [" ".join(cell_text(env, column, row) for column in range(env.width)) for row in range(env.height)]
+    rows = []
+    for row in range(env.height):
+        cells = []
+        for column in range(env.width):
+            thing = env.grid.get(column, row)
+            if (column, row) == tuple(env.agent_pos):
+                cells.append(AGENT[env.agent_dir])
+            elif thing is None or thing.type in PLAIN:
+                cells.append(PLAIN["floor" if thing is None else thing.type])
+            elif thing.type == "door":
+                cells.append(("O" if thing.is_open else "L" if thing.is_locked else "D") + COLOURS[thing.color])
+            else:
+                cells.append(LETTERS[thing.type] + COLOURS[thing.color])
+        rows.append(" ".join(cells))
     carried = f"a {env.carrying.color} {env.carrying.type}" if env.carrying else "nothing"
     state = f"You face {FACING[env.agent_dir]} and carry {carried}."
     return "\n".join([f"Mission: {env.mission}", "", *rows, "", state])
-
-
-def cell_text(env: Any, column: int, row: int) -> str:
-    if (column, row) == tuple(env.agent_pos):
-        return AGENT[env.agent_dir]
-    thing = env.grid.get(column, row)
-    if thing is None:
-        return PLAIN["floor"]
-    if thing.type in PLAIN:
-        return PLAIN[thing.type]
-    letter = door_text(thing) if thing.type == "door" else LETTERS[thing.type]
-    return letter + COLOURS[thing.color]
-
-
-def door_text(door: Any) -> str:
-    return "O" if door.is_open else "L" if door.is_locked else "D"
 
 
 MOST_MALFORMED = 3
@@ -83,8 +71,8 @@ class GymnasiumEnv(Env):
     def maker(cls, name: EnvironmentName) -> Callable[[], GymnasiumEnv]:
         """Imports the package. Raises ConfigError if the package or the environment is missing."""
         gymnasium = import_package(name, "gymnasium", distribution="gymnasium")
-        if is_minigrid(name.place):
-            register_minigrid(name)
+        if name.place.startswith(FAMILIES):
+            import_package(name, "minigrid", distribution="minigrid")  # makes its names known to gymnasium
         try:
             spec = gymnasium.spec(name.place)
             if isinstance(spec.entry_point, str):
@@ -94,11 +82,18 @@ class GymnasiumEnv(Env):
         return lambda: cls(name)
 
     def __init__(self, name: EnvironmentName) -> None:
+        from gymnasium.spaces import Discrete
+
         options = dict(name.options)
-        self._is_grid = is_minigrid(name.place)
+        self._is_grid = name.place.startswith(FAMILIES)
         names = str(options.pop("actions", GRID_ACTIONS if self._is_grid else ""))
         self._env = make_environment(name, options)
-        self._first, self._number = _discrete_actions(name, self._env)
+        space = self._env.action_space
+        if not isinstance(space, Discrete):
+            raise ConfigError(
+                f"environment {name.text!r} has the actions {space}; only discrete ones can be said as text"
+            )
+        self._first, self._number = int(space.start), int(space.n)
         self._names = tuple(part.strip() for part in names.split("/")) if names else ()
         if self._names and len(self._names) != self._number:
             raise ConfigError(
@@ -106,7 +101,12 @@ class GymnasiumEnv(Env):
                 f"{self._number} actions; write one for each, as actions=left/right"
             )
         if not self._is_grid:
-            _check_observations(name, self._env.observation_space)
+            check_observations(name, self._env.observation_space)
+        last = self._first + self._number - 1
+        listed = ", ".join(f"{number} {name}" for number, name in enumerate(self._names, self._first))
+        self._actions = f"Answer with the number of an action, {self._first} to {last}."
+        if listed:
+            self._actions = f"Answer with one action: {listed}."
         self._malformed = self._malformed_in_a_row = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
@@ -115,39 +115,25 @@ class GymnasiumEnv(Env):
         return Observation(f"{legend}{self._render_text(found)}\n\n{self._actions}")
 
     async def step(self, action: Action) -> Step:
-        chosen = self._choose_action(action.text)
+        known = {str(number): number for number in range(self._first, self._first + self._number)}
+        known |= {name.lower(): number for number, name in enumerate(self._names, self._first)}
+        words = re.findall(r"-?\d+|" + "|".join(rf"\b{re.escape(name)}\b" for name in known), action.text.lower())
+        chosen = known.get(words[-1]) if words else None
         if chosen is None:
             self._malformed += 1
             self._malformed_in_a_row += 1
             return Step(
                 Observation(f"There is no action in this reply. {self._actions}"),
                 truncated=self._malformed_in_a_row == MOST_MALFORMED,
-                metrics=self._metrics,
+                metrics={"malformed": self._malformed},
             )
         self._malformed_in_a_row = 0
         found, reward, terminated, truncated, _ = self._env.step(chosen)
-        return Step(Observation(self._render_text(found)), float(reward), terminated, truncated, self._metrics)
-
-    @property
-    def _metrics(self) -> dict[str, float]:
-        return {"malformed": self._malformed}
+        metrics = {"malformed": self._malformed}
+        return Step(Observation(self._render_text(found)), float(reward), terminated, truncated, metrics)
 
     async def close(self) -> None:
         self._env.close()
-
-    @property
-    def _actions(self) -> str:
-        last = self._first + self._number - 1
-        if not self._names:
-            return f"Answer with the number of an action, {self._first} to {last}."
-        listed = ", ".join(f"{number} {name}" for number, name in enumerate(self._names, self._first))
-        return f"Answer with one action: {listed}."
-
-    def _choose_action(self, text: str) -> int | None:
-        known = {str(number): number for number in range(self._first, self._first + self._number)}
-        known |= {name.lower(): number for number, name in enumerate(self._names, self._first)}
-        words = re.findall(r"-?\d+|" + "|".join(rf"\b{re.escape(name)}\b" for name in known), text.lower())
-        return known.get(words[-1]) if words else None
 
     def _render_text(self, found: Any) -> str:
         if self._is_grid:
@@ -159,40 +145,27 @@ class GymnasiumEnv(Env):
 
 
 def make_environment(name: EnvironmentName, options: Mapping[str, Any]) -> Any:
+    """The package's environment, which renders text if it can."""
     import gymnasium
 
     try:
-        if _renders_text(gymnasium.spec(name.place).entry_point):
+        creator: Any = gymnasium.spec(name.place).entry_point
+        if isinstance(creator, str):
+            creator = gymnasium.envs.registration.load_env_creator(creator)
+        if "ansi" in getattr(creator, "metadata", {}).get("render_modes", ()):
             options = {"render_mode": "ansi", **options}
         return gymnasium.make(name.place, **options)
     except (TypeError, gymnasium.error.Error) as problem:
         raise ConfigError(f"environment {name.text!r}: gymnasium refuses it: {problem}") from None
 
 
-def _renders_text(entry_point: Any) -> bool:
-    from gymnasium.envs.registration import load_env_creator
-
-    creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    return "ansi" in getattr(creator, "metadata", {}).get("render_modes", ())
-
-
-def _discrete_actions(name: EnvironmentName, env: Any) -> tuple[int, int]:
-    """The number of the first action, and how many actions there are."""
-    from gymnasium.spaces import Discrete
-
-    space = env.action_space
-    if not isinstance(space, Discrete):
-        raise ConfigError(f"environment {name.text!r} has the actions {space}; only discrete ones can be said as text")
-    return int(space.start), int(space.n)
-
-
-def _check_observations(name: EnvironmentName, space: Any) -> None:
+def check_observations(name: EnvironmentName, space: Any) -> None:
     from gymnasium import spaces
 
     parts = space.spaces if isinstance(space, spaces.Tuple | spaces.Dict) else None
     if parts is not None:
         for part in parts.values() if isinstance(parts, Mapping) else parts:
-            _check_observations(name, part)
+            check_observations(name, part)
     elif isinstance(space, spaces.Box) and len(space.shape) > 1:
         raise ConfigError(
             f"environment {name.text!r} shows images, {space.dtype} of the shape {space.shape}; images are not "

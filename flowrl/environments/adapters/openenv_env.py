@@ -60,26 +60,46 @@ class OpenenvEnv(Env):
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         try:
             self._session = open_session(self._url, timeout=aiohttp.ClientTimeout())
-            self._schema = await self._action_schema(self._session)
+            async with self._session.get(f"{self._url}/schema") as response:
+                response.raise_for_status()
+                schema = (await response.json()).get("action")
+            if not isinstance(schema, Mapping):
+                raise MalformedValue(f"the server at {self._url} does not say what an action is")
             self._socket = await self._session.ws_connect(f"{self._url}/ws", max_msg_size=MESSAGE_BYTES)
         except aiohttp.ClientError as problem:
             raise ConnectionError(f"{self._url}: {problem}") from None
-        self._field = _only_text(self._schema)
+        # A reply fills the only field that an action needs, if that is text; else it is the whole action.
+        needed = [key for key in schema.get("required", ()) if key != OF_EVERY_ACTION]
+        properties = schema.get("properties", {})
+        only_text = len(needed) == 1 and properties.get(needed[0], {}).get("type") == "string"
+        self._field = str(needed[0]) if only_text else None
         found = await self._exchange_message("reset", {"seed": seed, **self._options})
-        how = "" if self._field else f"\n\nAnswer with a JSON object. Its schema: {json.dumps(self._schema)}"
+        how = "" if self._field else f"\n\nAnswer with a JSON object. Its schema: {json.dumps(schema)}"
         return Observation(observation_text(found) + how)
 
     async def step(self, action: Action) -> Step:
         try:
-            found = await self._exchange_message("step", self._read_action(action.text))
-        except _NoAction as misfit:
-            return self._no_action_step(str(misfit))
+            told: Any = {self._field: action.text}
+            if self._field is None:
+                try:
+                    told = json.loads(action.text)
+                except (ValueError, RecursionError):
+                    told = None
+                if not isinstance(told, dict):
+                    raise NoAction("This reply is no JSON object. Answer with one that has the schema of an action.")
+            found = await self._exchange_message("step", told)
+        except NoAction as misfit:
+            self._malformed += 1
+            self._malformed_in_a_row += 1
+            over = self._malformed_in_a_row == MOST_MALFORMED
+            return Step(Observation(str(misfit)), truncated=over, metrics={"malformed": self._malformed})
         self._malformed_in_a_row = 0
         reward, done = found.get("reward"), bool(found.get("done"))
         self._rewarded |= reward is not None
         if done and not self._rewarded:
             raise MalformedValue(f"the server at {self._url} ended the episode without any reward")
-        return Step(Observation(observation_text(found)), reward or 0.0, terminated=done, metrics=self._metrics)
+        metrics = {"malformed": self._malformed}
+        return Step(Observation(observation_text(found)), reward or 0.0, terminated=done, metrics=metrics)
 
     async def close(self) -> None:
         try:
@@ -92,38 +112,8 @@ class OpenenvEnv(Env):
             if self._session is not None:
                 await self._session.close()
 
-    async def _action_schema(self, session: aiohttp.ClientSession) -> Mapping[str, Any]:
-        async with session.get(f"{self._url}/schema") as response:
-            response.raise_for_status()
-            schema = (await response.json()).get("action")
-        if not isinstance(schema, Mapping):
-            raise MalformedValue(f"the server at {self._url} does not say what an action is")
-        return schema
-
-    @property
-    def _metrics(self) -> dict[str, float]:
-        return {"malformed": self._malformed}
-
-    def _read_action(self, text: str) -> Mapping[str, Any]:
-        """The action that a reply means. Raises _NoAction."""
-        if self._field is not None:
-            return {self._field: text}
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise _NoAction("This reply is no JSON object. Answer with one that has the schema of an action.")
-        return found
-
-    def _no_action_step(self, misfit: str) -> Step:
-        self._malformed += 1
-        self._malformed_in_a_row += 1
-        over = self._malformed_in_a_row == MOST_MALFORMED
-        return Step(Observation(misfit), truncated=over, metrics=self._metrics)
-
     async def _exchange_message(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The data of the observation that answers a message. Raises _NoAction, ConnectionError, MalformedValue."""
+        """The data of the observation that answers a message. Raises NoAction, ConnectionError, MalformedValue."""
         assert self._socket is not None
         try:
             await self._socket.send_json({"type": kind, "data": data})
@@ -136,34 +126,20 @@ class OpenenvEnv(Env):
         content = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(content, dict) or answer.get("type") not in ("observation", "error"):
             raise MalformedValue(f"the server at {self._url} answered {kind} with {message.data[:200]!r}")
-        if answer["type"] == "error":
-            self._refuse_action(kind, content)
-        return content
-
-    def _refuse_action(self, kind: str, error: Mapping[str, Any]) -> None:
-        told, code = str(error.get("message")), error.get("code")
+        if answer["type"] == "observation":
+            return content
+        said, code = str(content.get("message")), content.get("code")
         if code == "VALIDATION_ERROR" and kind == "step":
-            raise _NoAction(f"{told}: {list_misfits(error)}.")
+            errors = content.get("errors") or ()
+            misfits = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in errors]
+            raise NoAction(f"{said}: {'; '.join(misfits)}.")
         if code == "CAPACITY_REACHED":
-            raise ConnectionError(f"the server at {self._url} has no session left: {told}")
-        raise RuntimeError(f"the server at {self._url} failed at {kind} ({code}): {told}")
+            raise ConnectionError(f"the server at {self._url} has no session left: {said}")
+        raise RuntimeError(f"the server at {self._url} failed at {kind} ({code}): {said}")
 
 
-class _NoAction(Exception):
+class NoAction(Exception):
     """A reply that is no action; the text is for the policy."""
-
-
-def list_misfits(error: Mapping[str, Any]) -> str:
-    found = error.get("errors") or ()
-    return "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in found)
-
-
-def _only_text(schema: Mapping[str, Any]) -> str | None:
-    """The field that a reply fills, if a single text is all that an action needs; else None."""
-    needed = [key for key in schema.get("required", ()) if key != OF_EVERY_ACTION]
-    if len(needed) != 1 or schema.get("properties", {}).get(needed[0], {}).get("type") != "string":
-        return None
-    return str(needed[0])
 
 
 def observation_text(found: Mapping[str, Any]) -> str:

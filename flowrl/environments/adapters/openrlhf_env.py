@@ -50,17 +50,34 @@ class OpenrlhfEnv(Env):
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], OpenrlhfEnv]:
         """Imports the file and reads the task. Raises ConfigError."""
-        kind = _agent_class(name)
+        for module in MODULES:
+            sys.modules[module] = ModuleType(module)
+        bases = {base.__name__: base for base in (AgentInstanceBase, AgentExecutorBase)}
+        executors = dict.fromkeys(("SingleTurnAgentExecutor", "MultiTurnAgentExecutor"), AgentExecutorBase)
+        vars(sys.modules[MODULES[-1]]).update(bases | executors)
+        found = vars(load_user_module(name.place, owner="environment"))
+        agents = [one for one in found.values() if isinstance(one, type) and issubclass(one, AgentInstanceBase)]
+        agents = [one for one in agents if one is not AgentInstanceBase]
+        kind = found.get("AgentInstance", agents[0] if len(agents) == 1 else None)
+        if not isinstance(kind, type) or not inspect.iscoroutinefunction(getattr(kind, "step", None)):
+            raise ConfigError(
+                f"{name.place} has no agent; define class AgentInstance(AgentInstanceBase) with async def reset and "
+                "step"
+            )
         questions = load_questions(name, asked_task(name))
         return lambda: cls(kind, questions)
 
-    def __init__(self, kind: type, questions: TaskQuestions) -> None:
+    def __init__(self, kind: Any, questions: TaskQuestions) -> None:
         self._kind, self._questions = kind, questions
         self._sampling: Any = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         row = self._questions.row_of_question(EnvironmentRow(task["name"], task["options"], seed))
-        self._agent = await make_agent(self._kind)
+        if inspect.iscoroutinefunction(self._kind.__init__):  # Ray, with which the package makes it, allows that
+            self._agent = self._kind.__new__(self._kind)
+            await self._agent.__init__()
+        else:
+            self._agent = self._kind()
         self._asked = {"prompt": row.prompt, "label": row.columns.get("answer", "")}
         found = await self._agent.reset({"observation": row.prompt, **self._asked})
         self._said = observation_text("reset", found, "observation", ("observation",))
@@ -70,61 +87,24 @@ class OpenrlhfEnv(Env):
         told = {"observation": self._said, "action": action.text}
         texts = {f"{name}_text": text for name, text in told.items()}
         sampling = {"sampling_params": self._sampling}
-        step = self._agent.step
-        found = await step(
-            told | texts | self._asked | sampling, **(sampling if takes_argument(step, *sampling) else {})
-        )
+        kinds = {one.name: one.kind for one in inspect.signature(self._agent.step).parameters.values()}
+        taken = "sampling_params" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+        found = await self._agent.step(told | texts | self._asked | sampling, **(sampling if taken else {}))
         feedback = observation_text("step", found, "environment_feedback", RETURNED)
         if found.get("environment_images"):
             raise MalformedValue("the agent's step returned environment_images; images are not supported")
         self._said += action.text + feedback
         self._sampling = found.get("sampling_params")
+        stop = getattr(self._sampling, "stop", None) or ()
+        logs = {**(found.get("extra_logs") or {}), **({"score": found["scores"]} if "scores" in found else {})}
         return Step(
             Observation(feedback),
             found["rewards"],
             terminated=bool(found["done"]),
-            metrics=step_metrics(found),
+            metrics={str(key): value for key, one in logs.items() if (value := number_in(one)) is not None},
             max_tokens=getattr(self._sampling, "max_tokens", None),
-            stop=stop_texts(self._sampling),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
-
-
-def _agent_class(name: EnvironmentName) -> type:
-    for module in MODULES:
-        sys.modules[module] = ModuleType(module)
-    agent = sys.modules[MODULES[-1]]
-    for base in (AgentInstanceBase, AgentExecutorBase):
-        setattr(agent, base.__name__, base)
-    for executor in ("SingleTurnAgentExecutor", "MultiTurnAgentExecutor"):
-        setattr(agent, executor, AgentExecutorBase)
-    found = vars(load_user_module(name.place, owner="environment"))
-    kinds = [kind for kind in found.values() if _is_agent(kind)]
-    kind = found.get("AgentInstance", kinds[0] if len(kinds) == 1 else None)
-    if not isinstance(kind, type) or not inspect.iscoroutinefunction(getattr(kind, "step", None)):
-        raise ConfigError(
-            f"{name.place} has no agent; define class AgentInstance(AgentInstanceBase) with async def reset and step"
-        )
-    return kind
-
-
-def _is_agent(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, AgentInstanceBase) and value is not AgentInstanceBase
-
-
-async def make_agent(kind: Any) -> Any:
-    """An object of the class. Its `__init__` may be async: Ray, with which the package makes the object, allows
-    that."""
-    if not inspect.iscoroutinefunction(kind.__init__):
-        return kind()
-    agent = kind.__new__(kind)
-    await agent.__init__()
-    return agent
-
-
-def takes_argument(method: Callable[..., Any], name: str) -> bool:
-    """Whether `method` takes a keyword argument of that name."""
-    kinds = {one.name: one.kind for one in inspect.signature(method).parameters.values()}
-    return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 def observation_text(method: str, found: Any, key: str, needed: tuple[str, ...]) -> str:
@@ -135,15 +115,3 @@ def observation_text(method: str, found: Any, key: str, needed: tuple[str, ...])
     if not isinstance(found[key], str):
         raise MalformedValue(f"the agent's {method} returned {type(found[key]).__name__} as {key}; it has to be text")
     return str(found[key])
-
-
-def step_metrics(found: Mapping[str, Any]) -> dict[str, float]:
-    told = dict(found.get("extra_logs") or {})
-    if "scores" in found:
-        told["score"] = found["scores"]
-    return {str(key): number for key, value in told.items() if (number := number_in(value)) is not None}
-
-
-def stop_texts(sampling: Any) -> tuple[str, ...]:
-    stop = getattr(sampling, "stop", None) or ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)

@@ -57,16 +57,13 @@ class ReasoningEnv(Env):
         self._left -= 1
         score = self._problem.score(action.text)
         over = score >= 1.0 or self._left == 0
+        told = f" Its score is {score:.2f} of 1." if self._feedback == "score" else ""
         return Step(
-            Observation("" if over else self._extract_answer(score)),
+            Observation("" if over else f"That is not right.{told} Tries left: {self._left}."),
             reward=score if over else 0.0,
             terminated=over,
             metrics={"score": score, "tries": float(self._tries - self._left)},
         )
-
-    def _extract_answer(self, score: float) -> str:
-        told = f" Its score is {score:.2f} of 1." if self._feedback == "score" else ""
-        return f"That is not right.{told} Tries left: {self._left}."
 
 
 def reasoning_task(name: EnvironmentName) -> Task:

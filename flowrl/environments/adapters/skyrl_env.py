@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, close_names, import_package
+from flowrl.environments.environment_class import close_names, import_package
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.environments.task_questions import TaskQuestions, asked_task, load_questions
 from flowrl.errors import ConfigError
@@ -69,19 +70,17 @@ class SkyrlEnv(Env):
 
 
 def make_environment(package: ModuleType, name: EnvironmentName, row: Row) -> Any:
+    """The package's environment for the question `row`."""
+    _, mark, answer = (row.answer or "").rpartition("####")
+    truth = answer.strip().replace(",", "") if mark else answer
     extras: dict[str, Any] = {
-        "reward_spec": {"method": "rule", "ground_truth": _ground_truth(row)},
+        "reward_spec": {"method": "rule", "ground_truth": truth},
         "extra_info": {},
         **{key: row.columns[key] for key in ("reward_spec", "extra_info") if key in row.columns},
     }
     if "max_turns" in name.options:
         extras["max_turns"] = name.options["max_turns"]
     return package.make(name.place, env_config={}, extras=extras)
-
-
-def _ground_truth(row: Row) -> str:
-    _, mark, answer = (row.answer or "").rpartition("####")
-    return answer.strip().replace(",", "") if mark else answer
 
 
 def read_observation(messages: Any) -> Observation:

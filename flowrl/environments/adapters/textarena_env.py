@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, close_names, import_package
+from flowrl.environments.environment_class import close_names, import_package
+from flowrl.environments.environment_row import EnvironmentName
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import one_line
@@ -57,7 +58,12 @@ class TextarenaEnv(Env):
         """What the seat to act has not seen yet."""
         state = self._base.state
         seat, said = self._base.get_observation()
-        return "\n\n".join(observation_line(state, sender, text.strip()) for sender, text, _ in said if sender != seat)
+        lines = []
+        for sender, text, _ in said:
+            name = "" if sender < 0 else f"[{state.role_mapping.get(sender, f'Player {sender}')}] "  # below 0: the game
+            if sender != seat:
+                lines.append(f"{name}{text.strip()}")
+        return "\n\n".join(lines)
 
     def _end_step(self) -> tuple[tuple[float, ...], dict[str, float]]:
         """Each player's reward, and metrics of the game."""
@@ -99,11 +105,6 @@ class TextarenaGame(TextarenaEnv):
         return tuple(Observation(text if seat == asked else "") for seat in range(self.seats))
 
 
-def observation_line(state: Any, sender: int, text: str) -> str:
-    """A text of the game unchanged, or a text of another seat with that seat's name before it."""
-    return text if sender < 0 else f"[{state.role_mapping.get(sender, f'Player {sender}')}] {text}"
-
-
 def unwrap_game(game: Any) -> Any:
     while "env" in vars(game):
         game = game.env
@@ -121,7 +122,13 @@ def count_players(name: EnvironmentName, package: ModuleType, options: Mapping[s
             if accepts_players(package, package.make(name.place, **options), number, last=number in (2, wanted)):
                 return int(number)
     except LookupError as problem:
-        raise ConfigError(_words_missing(name, problem)) from None
+        lines = [line.strip() for line in str(problem).splitlines() if "nltk.download(" in line]
+        if not lines:
+            raise ConfigError(f"environment {name.text!r}: textarena refuses it: {one_line(problem)}") from None
+        resource = lines[0].partition("nltk.download(")[2].strip("')\x1b[0m ")
+        raise ConfigError(
+            f"environment {name.text!r} needs data of NLTK; python -m nltk.downloader {resource}"
+        ) from None
     except Exception as problem:  # the boundary to the game's code
         raise ConfigError(f"environment {name.text!r}: textarena refuses it: {one_line(problem)}") from None
     tried = " or ".join(map(str, TRIED_PLAYERS)) if wanted is None else wanted
@@ -144,11 +151,3 @@ def accepts_players(package: ModuleType, game: Any, number: int, *, last: bool) 
             raise
         return False
     return last or isinstance(unwrap_game(game).state, package.SinglePlayerState)
-
-
-def _words_missing(name: EnvironmentName, problem: LookupError) -> str:
-    lines = [line.strip() for line in str(problem).splitlines() if "nltk.download(" in line]
-    if not lines:
-        return f"environment {name.text!r}: textarena refuses it: {one_line(problem)}"
-    resource = lines[0].partition("nltk.download(")[2].strip("')\x1b[0m ")
-    return f"environment {name.text!r} needs data of NLTK; python -m nltk.downloader {resource}"

@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, import_package
+from flowrl.environments.environment_class import import_package
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import load_user_module, one_line
@@ -59,7 +59,15 @@ class VerifiersEnv(Env):
     async def step(self, action: Action) -> Step:
         import openai
 
-        os.environ.update(read_access(action.text))
+        try:
+            access = json.loads(action.text)
+        except ValueError:
+            access = None
+        if not isinstance(access, dict):
+            raise ValueError(
+                "environments of verifiers ask the policy themselves: play them with the node AgentProgram"
+            )
+        os.environ.update(access)
         direct = openai.DefaultAsyncHttpxClient(trust_env=False)  # the endpoint is never behind a proxy
         async with openai.AsyncOpenAI(http_client=direct) as client:
             found = await self._environment.run_rollout(self._example, client, MODEL, {})
@@ -70,7 +78,11 @@ class VerifiersEnv(Env):
 
 
 def load_environment(name: EnvironmentName) -> Any:
-    module = find_module(name)
+    """What `load_environment` of the package, or of the file, returns."""
+    if name.place.endswith(".py"):
+        module = load_user_module(name.place, owner="environment")
+    else:
+        module = import_package(name, name.place.replace("-", "_"), distribution=name.place)
     if not hasattr(module, "load_environment"):
         raise ConfigError(
             f"environment {name.text!r}: {name.place} has no function load_environment, as verifiers needs"
@@ -79,13 +91,6 @@ def load_environment(name: EnvironmentName) -> Any:
         return module.load_environment(**name.options)
     except Exception as problem:  # the boundary to the environment's code
         raise ConfigError(f"environment {name.text!r} cannot be loaded: {one_line(problem)}") from None
-
-
-def find_module(name: EnvironmentName) -> ModuleType:
-    if name.place.endswith(".py"):
-        return load_user_module(name.place, owner="environment")
-    module: ModuleType = import_package(name, name.place.replace("-", "_"), distribution=name.place)
-    return module
 
 
 def load_examples(name: EnvironmentName, environment: Any) -> Mapping[bool, Any]:
@@ -113,13 +118,3 @@ def list_media(prompt: Any) -> Iterator[str]:
         for part in content if isinstance(content, list) else ():
             if isinstance(part, Mapping) and part.get("type", "text") != "text":
                 yield str(part["type"])
-
-
-def read_access(text: str) -> Mapping[str, str]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError("environments of verifiers ask the policy themselves: play them with the node AgentProgram")
-    return found

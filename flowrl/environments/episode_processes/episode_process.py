@@ -15,14 +15,13 @@ from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentRow
 from flowrl.environments.episode_processes.zygote import KILLED_WITHIN_S, Exit, Output, ZygoteClient, with_tail
-from flowrl.environments.open_episode import CAUSES, EnvironmentFailed, OpenEpisode, TimeLimit
+from flowrl.environments.open_episode import CAUSES, EnvironmentFailed, OpenEpisode, limit_time
 from flowrl.environments.protocol import (
     Action,
     MalformedValue,
     Step,
     as_plain,
     read_observations,
-    read_state,
     read_step,
 )
 from flowrl.errors import ConfigError
@@ -61,8 +60,21 @@ class EpisodeProcess:
     async def ask_process(self, request: dict[str, Any], limit_s: float, doing: str) -> Any:
         """The answer to a request. Raises EnvironmentFailed, and ConfigError for a mistake of the user."""
         try:
-            async with TimeLimit(limit_s, f"{self._name}: {doing}"):
-                return self._check_answer(await self._exchange_messages(request))
+            async with limit_time(limit_s, f"{self._name}: {doing}"):
+                if self._streams is None:
+                    self._streams = await asyncio.open_connection(sock=self._connection)
+                reader, writer = self._streams
+                writer.write(pack_message(request))
+                await writer.drain()
+                reply = await receive_message(reader, most_bytes=MOST_BYTES)
+            fields = reply if isinstance(reply, dict) else {}
+            if "answer" in fields:
+                return fields["answer"]
+            if "refused" in fields:
+                raise ConfigError(str(fields["refused"]))
+            if fields.get("cause") in CAUSES:
+                raise EnvironmentFailed(fields["cause"], f"{self._name}: {fields.get('text')}")
+            raise Garbage("the process answered with neither a result nor a cause")
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self._failure_of_end(doing) from None
         except Garbage as problem:
@@ -106,24 +118,6 @@ class EpisodeProcess:
             self._streams[1].close()
         self._connection.close()
 
-    async def _exchange_messages(self, request: dict[str, Any]) -> Any:
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(sock=self._connection)
-        reader, writer = self._streams
-        writer.write(pack_message(request))
-        await writer.drain()
-        return await receive_message(reader, most_bytes=MOST_BYTES)
-
-    def _check_answer(self, reply: Any) -> Any:
-        fields = reply if isinstance(reply, dict) else {}
-        if "answer" in fields:
-            return fields["answer"]
-        if "refused" in fields:
-            raise ConfigError(str(fields["refused"]))
-        if fields.get("cause") in CAUSES:
-            raise EnvironmentFailed(fields["cause"], f"{self._name}: {fields.get('text')}")
-        raise Garbage("the process answered with neither a result nor a cause")
-
     def _malformed_answer(self, text: str) -> EnvironmentFailed:
         self.kill_process()
         return EnvironmentFailed("env_malformed", with_tail(f"{self._name}: {text}", self._output.tail()))
@@ -134,16 +128,12 @@ class EpisodeProcess:
             await asyncio.wait_for(asyncio.shield(self.exited), 1.0)
         self.kill_process()
         ended = await asyncio.shield(self.exited)
-        text = f"{self._name}: its process ended during {doing} ({describe_status(ended)})"
+        how = ended.text
+        if ended.status is not None:
+            killed_by = signal.Signals(-ended.status).name if ended.status < 0 else ""
+            how = f"signal {killed_by}" if killed_by else f"status {ended.status}"
+        text = f"{self._name}: its process ended during {doing} ({how})"
         return EnvironmentFailed("env_died", with_tail(text, self._output.tail()), event=ended.event)
-
-
-def describe_status(ended: Exit) -> str:
-    if ended.status is None:
-        return ended.text
-    if ended.status >= 0:
-        return f"status {ended.status}"
-    return f"signal {signal.Signals(-ended.status).name}"
 
 
 class ProcessEpisode(OpenEpisode):
@@ -187,7 +177,9 @@ class ProcessEpisode(OpenEpisode):
     async def save_state(self) -> bytes | None:
         state = await self._process.ask_process({"call": "save"}, self._step_s, "save")
         with self._process.refuse_malformed():
-            return read_state(state)
+            if state is not None and not isinstance(state, bytes):
+                raise MalformedValue("the process answered with a state that is not bytes")
+            return state
 
     async def _call_step(self, action: Action, seat: int) -> Step:
         request = {"call": "step", "action": as_plain(action), "seat": seat}

@@ -29,10 +29,14 @@ READ_BYTES = 1 << 16
 
 
 class Output:
-    """A pipe for a process's standard output and error. Only one event loop may use it. Owns both ends."""
+    """A pipe for a process's standard output and error. Only one event loop may use it. Owns both ends.
 
-    def __init__(self) -> None:
+    Keeps the last `kept_bytes`; if it is `copied`, it also goes to this process's standard output.
+    """
+
+    def __init__(self, *, kept_bytes: int = KEPT_BYTES, copied: bool = False) -> None:
         self._end = b""
+        self._kept_bytes, self._copied = kept_bytes, copied
         self._source, self.target = os.pipe()
         """`target` is for the process; call `handed_over` when the process has it."""
         os.set_blocking(self._source, False)
@@ -52,13 +56,15 @@ class Output:
             return False
         if not found:
             asyncio.get_running_loop().remove_reader(self._source)
-        self._end = (self._end + found)[-KEPT_BYTES:]
+        if self._copied:
+            os.write(1, found)
+        self._end = (self._end + found)[-self._kept_bytes :]
         return bool(found)
 
     def tail(self, lines: int = 20) -> str:
         """The last lines; "" if nothing was printed. They are complete if the process has ended."""
         if self._source >= 0:
-            for _ in range(KEPT_BYTES):  # bounded, because the process may keep printing
+            for _ in range(self._kept_bytes):  # bounded, because the process may keep printing
                 if not self._read_output():
                     break
         return "\n".join(self._end.decode(errors="replace").rstrip().splitlines()[-lines:])
@@ -100,14 +106,14 @@ class Exit:
     """The event that ended all processes of that time, if it has ended this process."""
 
 
+@dataclass(eq=False)
 class Birth:
     """An episode's process, from the request to fork it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.pid: int | None = None
-        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        """Done when the process, its group and what it left behind are gone."""
+    number: int
+    exited: asyncio.Future[Exit]
+    """Done when the process, its group and what it left behind are gone."""
+    pid: int | None = None
 
 
 class ZygoteClient:
@@ -140,8 +146,26 @@ class ZygoteClient:
 
     async def start_zygote(self) -> None:
         """Start the zygote and wait for its import. Raises ConfigError for a mistake of the user in the name."""
+        mine = {
+            **dict.fromkeys(ONE_THREAD, "1"),
+            "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread when imported
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONHASHSEED": "0",  # the same seed has to repeat the order of sets
+        }
+        module, control = "flowrl.environments.episode_processes.zygote_child", self._theirs.fileno()
+        command = (sys.executable, "-u", "-m", module, self._name, str(control), str(self._memory_bytes))
         try:
-            await self._spawn_zygote()
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=self.output.target,
+                stderr=self.output.target,
+                pass_fds=(control,),
+                env=program_variables(mine, keep=self._keep_variables),
+            )
+            self._theirs.close()
+            self.output.handed_over()
+            asyncio.get_running_loop().add_reader(self._control.fileno(), self._receive_report)
             async with asyncio.timeout(self._start_s):
                 await self._ready
         except TimeoutError:
@@ -153,27 +177,10 @@ class ZygoteClient:
             await self.stop_zygote(at_once=True)
             raise
 
-    async def _spawn_zygote(self) -> None:
-        command = ("-u", "-m", "flowrl.environments.episode_processes.zygote_child", self._name)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *command,
-            str(self._theirs.fileno()),
-            str(self._memory_bytes),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=self.output.target,
-            stderr=self.output.target,
-            pass_fds=(self._theirs.fileno(),),
-            env=environment_variables(self._keep_variables),
-        )
-        self._theirs.close()
-        self.output.handed_over()
-        asyncio.get_running_loop().add_reader(self._control.fileno(), self._receive_reports)
-
     def fork_process(self, connection: socket.socket, output: int) -> Birth:
         """Ask for an episode's process with these ends of its connection and its output."""
         self._numbers += 1
-        birth = Birth(self._numbers)
+        birth = Birth(self._numbers, asyncio.get_running_loop().create_future())
         self._births[birth.number] = birth
         self._send_message({"fork": birth.number}, (connection.fileno(), output))
         return birth
@@ -258,20 +265,18 @@ class ZygoteClient:
                 await self._process.wait()
         self._on_death()
 
-    def _receive_reports(self) -> None:
+    def _receive_report(self) -> None:
         try:
             message = self._control.recv(MESSAGE_BYTES)
         except BlockingIOError:
             return
         except OSError:
             message = b""
-        if message:
-            self._moved_s = time.monotonic()
-            self._take_report(msgpack.unpackb(message))
-        else:
+        if not message:
             self._on_death()
-
-    def _take_report(self, report: dict[str, Any]) -> None:
+            return
+        self._moved_s = time.monotonic()
+        report: dict[str, Any] = msgpack.unpackb(message)
         if "ready" in report and not self._ready.done():
             self._ready.set_result(None)
         if "refused" in report and not self._ready.done():
@@ -314,13 +319,3 @@ class ZygoteClient:
             for descriptor in self._unsent.popleft()[1]:
                 os.close(descriptor)
         self._theirs.close()
-
-
-def environment_variables(keep: Sequence[str]) -> dict[str, str]:
-    mine = {
-        **dict.fromkeys(ONE_THREAD, "1"),
-        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread when it is imported
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "PYTHONHASHSEED": "0",  # the same seed has to repeat the order of sets
-    }
-    return program_variables(mine, keep=keep)

@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 
 import msgpack
 
-from flowrl.environments.environment_row import FoundEnvironment, find_environment
+from flowrl.environments.environment_class import FoundEnvironment, find_environment
 from flowrl.environments.episode_processes.zygote import MESSAGE_BYTES
 from flowrl.environments.open_episode import EnvironmentFailed, Player, num_threads, one_thread_left, seed_global_state
 from flowrl.environments.protocol import as_plain, can_save, read_action
@@ -58,7 +58,7 @@ MOST_KEPT = 0.25
 def play_episodes(
     found: FoundEnvironment, connection: socket.socket, output: int, *, zygote: int, memory_bytes: int
 ) -> NoReturn:
-    """The whole life of the process. `output` takes what it prints."""
+    """The whole life of the process. `output` takes what it prints. It plays episodes until none is to follow."""
     status = 1
     try:
         os.setpgid(0, 0)
@@ -66,10 +66,24 @@ def play_episodes(
         adopt_orphans()
         if os.getppid() != zygote:
             os._exit(1)
-        redirect_output(output)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        os.close(null)
+        os.close(output)
+        for name in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(name, signal.SIG_DFL)
         keep_to_this_process(connection)
-        _limit_memory(memory_bytes)
-        serve_calls(found, connection, _data_bytes() + int(MOST_KEPT * memory_bytes))
+
+        # The data segment is limited: a limit of the address space would count what libraries only reserve, too.
+        most = data_bytes() + memory_bytes
+        _reserve[:] = [most + RESERVE_BYTES] * 2
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most + RESERVE_BYTES))
+        most_kept = data_bytes() + int(MOST_KEPT * memory_bytes)
+
+        before = ProcessState()
+        while asyncio.run(_play_one(found, connection.dup(), most_kept)):  # what is left in the loop ends with it
+            before.put_back()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -79,24 +93,7 @@ def play_episodes(
         os._exit(status & 0xFF)
 
 
-def redirect_output(output: int) -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.close(null)
-    os.close(output)
-    for name in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(name, signal.SIG_DFL)
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    """Limit the data segment: a limit of the address space would also count what threads and libraries only reserve."""
-    most = _data_bytes() + memory_bytes
-    _reserve[:] = [most + RESERVE_BYTES] * 2
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most + RESERVE_BYTES))
-
-
-def _data_bytes() -> int:
+def data_bytes() -> int:
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) << 10
@@ -127,13 +124,6 @@ class ProcessState:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
-def serve_calls(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> None:
-    """Play episodes until none is to follow. What an episode leaves in its event loop ends with that loop."""
-    before = ProcessState()
-    while asyncio.run(_play_one(found, connection.dup(), most_bytes)):
-        before.put_back()
-
-
 async def _play_one(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> bool:
     """Play one episode. Returns whether this process plays another one, for which it may have at most `most_bytes` of
     data."""
@@ -151,8 +141,8 @@ async def _play_one(found: FoundEnvironment, connection: socket.socket, most_byt
         answer = await answer_call(episode, request)
         failed |= "answer" not in answer
         if episode.closed and request["again"] and not failed:
-            episode.forget_environment()
-            again = answer["answer"] = await _left_nothing(executor) and _data_bytes() <= most_bytes
+            episode.player = None  # so that it can be collected as garbage
+            again = answer["answer"] = await _left_nothing(executor) and data_bytes() <= most_bytes
         writer.write(pack_message(answer))
         await writer.drain()
     writer.close()
@@ -199,7 +189,7 @@ class _Episode:
 
     def __init__(self, found: FoundEnvironment) -> None:
         self._found = found
-        self._player: Player | None = None
+        self.player: Player | None = None
         self.closed = False
 
     async def answer_call(self, request: Mapping[str, Any]) -> Any:
@@ -215,25 +205,21 @@ class _Episode:
             case "restore":
                 await self._make_environment(request["seed"]).restore(request["state"])
             case "step":
-                assert self._player is not None
-                return as_plain(await self._player.step(read_action(request["action"]), request["seat"]))
+                assert self.player is not None
+                return as_plain(await self.player.step(read_action(request["action"]), request["seat"]))
             case "save":
-                assert self._player is not None
-                return self._player.save()
+                assert self.player is not None
+                return self.player.save()
             case "close":
                 self.closed = True
-                if self._player is not None:
-                    await self._player.close()
+                if self.player is not None:
+                    await self.player.close()
         return None
-
-    def forget_environment(self) -> None:
-        """Drop the environment, so that it can be collected as garbage."""
-        self._player = None
 
     def _make_environment(self, seed: int) -> Player:
         seed_global_state(seed)
-        self._player = Player(self._found.text, self._found.make)
-        return self._player
+        self.player = Player(self._found.text, self._found.make)
+        return self.player
 
 
 def main(text: str, control: socket.socket, memory_bytes: int) -> None:
@@ -243,7 +229,11 @@ def main(text: str, control: socket.socket, memory_bytes: int) -> None:
     try:
         found = find_environment(text)
         found.before_fork()
-        _check_threads(text)
+        if (threads := num_threads()) > 1:
+            raise ConfigError(
+                f"environment {text!r} has {threads - 1} thread(s) running after its import, and a process forked from "
+                "it could hang; start threads in reset instead of at import"
+            )
     except ConfigError as problem:
         control.send(msgpack.packb({"refused": str(problem)[: MESSAGE_BYTES // 8]}))
         return
@@ -257,14 +247,6 @@ def main(text: str, control: socket.socket, memory_bytes: int) -> None:
         control.send(msgpack.packb({"ready": True}))
         serving.serve_messages()
     serving.end_processes()
-
-
-def _check_threads(text: str) -> None:
-    if (threads := num_threads()) > 1:
-        raise ConfigError(
-            f"environment {text!r} has {threads - 1} thread(s) running after its import, and a process forked from it "
-            "could hang; start threads in reset instead of at import"
-        )
 
 
 class Zygote:
@@ -296,9 +278,20 @@ class Zygote:
                 if self._wakeup in ready:
                     with suppress(BlockingIOError):
                         os.read(self._wakeup, MESSAGE_BYTES)
-                self._reap_children()
-                if self._control.fileno() in ready and not self._receive_message(selector):
+                with suppress(ChildProcessError):
+                    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                        self._report_exit(ended)
+                if self._control.fileno() not in ready:
+                    continue
+                message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 2)
+                if not message:
                     return
+                asked = msgpack.unpackb(message)
+                if "fork" in asked:
+                    self._fork_process(asked["fork"], descriptors, selector)
+                for pid, episode in self._episodes.items():
+                    if episode == asked.get("kill"):
+                        kill_group(pid)
 
     def end_processes(self) -> None:
         """Kill all episodes, and wait until no child is left."""
@@ -308,19 +301,6 @@ class Zygote:
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._report_exit(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT))
         end_children(but=self._episodes)
-
-    def _receive_message(self, selector: selectors.BaseSelector) -> bool:
-        """Do what one message asks for. Returns False if the caller is gone."""
-        message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 2)
-        if not message:
-            return False
-        asked = msgpack.unpackb(message)
-        if "fork" in asked:
-            self._fork_process(asked["fork"], descriptors, selector)
-        for pid, episode in self._episodes.items():
-            if episode == asked.get("kill"):
-                kill_group(pid)
-        return True
 
     def _fork_process(self, episode: int, descriptors: list[int], selector: selectors.BaseSelector) -> None:
         zygote = os.getpid()
@@ -345,11 +325,6 @@ class Zygote:
                 os.setpgid(pid, pid)
             self._episodes[pid] = episode
             self._send_report({"forked": episode, "pid": pid})
-
-    def _reap_children(self) -> None:
-        with suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                self._report_exit(ended)
 
     def _report_exit(self, ended: Any) -> None:
         """Kill the group of a child that has ended, reap the child, and report its exit. The pid is not reused before

@@ -84,11 +84,14 @@ def judged_in(
     """
     columns = (entry_point, test_imports, test_setup_code, case_s, total_s)
     entries, imports, setups, cases, totals = (column or [None] * len(responses) for column in columns)
-    before = [code_before(lines, text) for lines, text in zip(imports, setups, strict=True)]
+    before = []
+    for lines, text in zip(imports, setups, strict=True):
+        joined = lines if isinstance(lines, str) else "\n".join(lines or ())
+        before.append("\n".join(filter(None, (joined, text))))
     tests = [given_tests(right, entry) for right, entry in zip(answer, entries, strict=True)]
     programs = [program_of(response) for response in responses]
     times = [time_limits(*of_row) for of_row in zip(cases, totals, strict=True)]
-    tried = finish_interpreter(run_tests(kind, [*zip(before, programs, tests, times, strict=True)]))
+    tried = run_to_end(run_tests(kind, [*zip(before, programs, tests, times, strict=True)]))
     return {
         "rewards": [float(one.passed == 1.0) for one in tried],
         "logs": {
@@ -104,11 +107,6 @@ code = partial(judged_in, "namespaces")
 code_without_namespaces = partial(judged_in, "limits")
 """The same for machines that do not allow user namespaces: programs may then read files and use the network."""
 WITHOUT_NAMESPACES = f"{__name__}:code_without_namespaces"
-
-
-def code_before(imports: Any, setup: str | None) -> str:
-    lines = imports if isinstance(imports, str) else "\n".join(imports or ())
-    return "\n".join(filter(None, (lines, setup)))
 
 
 async def run_tests(
@@ -180,10 +178,10 @@ async def prints_expected(kind: SandboxKind, setup: str, program: str, given: st
             if ended.out_of_memory:
                 raise
             return False
-    return not prepared.failed and not ran.failed and output_lines(ran.text) == output_lines(needed)
+    return not prepared.failed and not ran.failed and printed_lines(ran.text) == printed_lines(needed)
 
 
-def output_lines(text: str) -> list[str]:
+def printed_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
@@ -206,7 +204,7 @@ async def start_interpreter(kind: SandboxKind, *, output_bytes: int = OUTPUT_BYT
             await process.end_sandbox()
 
 
-def finish_interpreter(work: Coroutine[Any, Any, T]) -> T:
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which runs in this thread, or in another one if this thread has a running event loop."""
     try:
         asyncio.get_running_loop()

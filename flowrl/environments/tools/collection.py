@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flowrl.environments.open_episode import EnvironmentFailed
-from flowrl.environments.protocol import LEAST_BYTES, ToolCall, without_middle
+from flowrl.environments.protocol import LEAST_BYTES, ToolCall, shorten_value, without_middle
 from flowrl.environments.tools.tool import (
     CALL_S,
     OBSERVATION_BYTES,
@@ -68,10 +68,6 @@ def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-
-
-SHOWN = 60
-"""The most characters of a name or value from the policy that are repeated to it."""
 
 
 class Tools:
@@ -145,18 +141,14 @@ class Tools:
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return self._failed_result(f"There is no tool {shorten_shown(call.name)}; the tools are: {known}.")
-        try:
-            arguments = read_arguments(tool.description, call.arguments)
-        except ToolError as misfit:
-            return self._failed_result(str(misfit))
-        most_s = tool.call_s if limit_s is None else min(tool.call_s, limit_s)
-        if most_s <= 0:
-            return self._failed_result(f"{tool.name} was not called: no time is left.")
-        return await run_function(tool, arguments, most_s)
-
-    def _failed_result(self, text: str) -> ToolResult:
-        return ToolResult(without_middle(text, self._observation_bytes), failed=True)
+            refused = f"There is no tool {shorten_value(call.name)}; the tools are: {known}."
+        else:
+            most_s = tool.call_s if limit_s is None else min(tool.call_s, limit_s)
+            arguments, refused = read_arguments(tool.description, call.arguments)
+            if not refused and most_s > 0:
+                return await run_function(tool, arguments, most_s)
+            refused = refused or f"{tool.name} was not called: no time is left."
+        return ToolResult(without_middle(refused, self._observation_bytes), failed=True)
 
 
 async def run_function(tool: Tool, arguments: dict[str, Any], most_s: float) -> ToolResult:
@@ -185,49 +177,47 @@ async def run_function(tool: Tool, arguments: dict[str, Any], most_s: float) -> 
 async def result_text(tool: Tool, arguments: dict[str, Any], most_s: float) -> str:
     """The function's result as text."""
     if not inspect.iscoroutinefunction(tool.function):
-        return str(call_within(most_s, lambda: _as_text(tool.function(**arguments))))
+        return str(call_within(most_s, lambda: as_text(tool.function(**arguments))))
     limit = asyncio.timeout(most_s)
     try:
         async with limit:
-            return _as_text(await tool.function(**arguments))
+            return as_text(await tool.function(**arguments))
     except TimeoutError:
         if limit.expired():
             raise OutOfTime from None
         raise
 
 
-def _as_text(result: Any) -> str:
+def as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def read_arguments(description: ToolDescription, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The function's keyword arguments; those with a default may be missing. Raises ToolError that says what is wrong.
+def read_arguments(description: ToolDescription, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """(the function's keyword arguments, of which those with a default may be missing; what is wrong with them, "" if
+    they fit).
 
     They are checked as JSON, which has lists but no tuples.
     """
+    name = description.name
     try:
         if description.model is None:
-            return dict(json.loads(json.dumps(given)))
+            return dict(json.loads(json.dumps(given))), ""
         model = description.model.model_validate_json(json.dumps(given))
     except ValidationError as problem:
-        raise ToolError(" ".join(describe_misfit(description, error) for error in problem.errors())) from None
+        misfits = []
+        for error in problem.errors():
+            where = ".".join(map(str, error["loc"]))
+            if error["type"] == "missing":
+                misfits.append(f"{name} needs the argument {where}.")
+            elif error["type"] == "extra_forbidden":
+                known = ", ".join(description.parameters["properties"]) or "none"
+                misfits.append(f"{name} has no argument {shorten_value(where)}; its arguments are: {known}.")
+            elif not where:
+                misfits.append(f"The arguments of {name} are no JSON object: {error['msg']}.")
+            else:
+                misfits.append(f"The argument {where} of {name} is {shorten_value(error['input'])}: {error['msg']}.")
+        return {}, " ".join(misfits)
     except (TypeError, ValueError, RecursionError) as problem:
-        raise ToolError(f"The arguments of {description.name} are no JSON: {one_line(problem)}.") from None
+        return {}, f"The arguments of {name} are no JSON: {one_line(problem)}."
     fields = type(model).model_fields
-    return {str(fields[key].alias): getattr(model, key) for key in model.model_fields_set}
-
-
-def describe_misfit(description: ToolDescription, error: Mapping[str, Any]) -> str:
-    where, known = ".".join(map(str, error["loc"])), ", ".join(description.parameters["properties"]) or "none"
-    if error["type"] == "missing":
-        return f"{description.name} needs the argument {where}."
-    if error["type"] == "extra_forbidden":
-        return f"{description.name} has no argument {shorten_shown(where)}; its arguments are: {known}."
-    if not where:
-        return f"The arguments of {description.name} are no JSON object: {error['msg']}."
-    return f"The argument {where} of {description.name} is {shorten_shown(error['input'])}: {error['msg']}."
-
-
-def shorten_shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return {str(fields[key].alias): getattr(model, key) for key in model.model_fields_set}, ""

@@ -18,6 +18,7 @@ end of the connection, for which the package has a time limit.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import shlex
@@ -66,15 +67,21 @@ class McpSession:
         await self._unless_lost(self._open.wait(), "at its start")
         return self._tools
 
-    async def call_remote_tool(self, tool: str, arguments: Mapping[str, Any]) -> str:
+    async def call_remote_tool(self, tool: str, /, **arguments: Any) -> str:
         """The tool's answer. Raises ToolError for an error that the server reports, and EnvironmentFailed."""
         from mcp import MCPError
 
         try:
-            asked = self._client.session.call_tool(tool, dict(arguments))
+            asked = self._client.session.call_tool(tool, arguments)
             result = await self._unless_lost(asked, f"during {tool}")
         except MCPError as problem:
-            raise self._failure_of(tool, problem) from None
+            # An error without a result.
+            if problem.code == NO_MESSAGE:
+                text = f"{self._name} answered {tool} with no message: {problem}"
+                raise EnvironmentFailed("env_malformed", text) from None
+            if problem.code in LOST or (problem.code, str(problem)) == NO_ANSWER:
+                raise self._lost_connection(f"during {tool}", problem) from None
+            raise ToolError(f"{tool}: {problem}") from None
         except (ValidationError, RuntimeError) as problem:
             text = f"{self._name} answered {tool} with what the protocol does not allow: {one_line(problem)}"
             raise EnvironmentFailed("env_malformed", text) from None
@@ -82,14 +89,6 @@ class McpSession:
         if result.is_error:
             raise ToolError(text)
         return text
-
-    def _failure_of(self, tool: str, problem: Any) -> Exception:
-        """The exception for an error without a result."""
-        if problem.code == NO_MESSAGE:
-            return EnvironmentFailed("env_malformed", f"{self._name} answered {tool} with no message: {problem}")
-        if problem.code in LOST or (problem.code, str(problem)) == NO_ANSWER:
-            return self._lost_connection(f"during {tool}", problem)
-        return ToolError(f"{tool}: {problem}")
 
     async def close_connection(self) -> None:
         """End the session, and the process of a command."""
@@ -103,7 +102,13 @@ class McpSession:
         from mcp import Client
 
         async with self._connection_target() as target, Client(target, mode=HANDSHAKE, cache=None) as client:
-            self._client, self._tools = client, await list_tools(client)
+            page = await client.list_tools()
+            self._client, self._tools = client, list(page.tools)
+            for _ in range(MOST_PAGES):
+                if page.next_cursor is None:
+                    break
+                page = await client.list_tools(cursor=page.next_cursor)
+                self._tools += page.tools
             self._open.set()
             await self._over.wait()
 
@@ -146,33 +151,17 @@ class McpSession:
         return EnvironmentFailed("env_died", f"{self._name} ended {when}{why}")
 
 
-async def list_tools(client: Any) -> list[Any]:
-    """All pages of the tools."""
-    page = await client.list_tools()
-    found = list(page.tools)
-    for _ in range(MOST_PAGES):
-        if page.next_cursor is None:
-            break
-        page = await client.list_tools(cursor=page.next_cursor)
-        found += page.tools
-    return found
-
-
 def result_text(result: Any) -> str:
     """The texts of a result; for a part that is no text, its kind."""
-    parts = [part_text(part) for part in result.content]
+    parts = []
+    for part in result.content:
+        resource = getattr(part, "resource", part)
+        text = getattr(resource, "text", None)
+        kind = getattr(resource, "mime_type", None) or part.type
+        parts.append(text if isinstance(text, str) else f"[{kind}, which cannot be shown as text]")
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
-
-
-def part_text(part: Any) -> str:
-    resource = getattr(part, "resource", part)
-    text = getattr(resource, "text", None)
-    if isinstance(text, str):
-        return text
-    kind = getattr(resource, "mime_type", None) or part.type
-    return f"[{kind}, which cannot be shown as text]"
 
 
 SCHEMES = ("http://", "https://")
@@ -241,14 +230,12 @@ class McpServer(ToolSource):
     @asynccontextmanager
     async def session(self, seed: int) -> AsyncIterator[Sequence[Tool]]:
         session = McpSession(self.name, self.words, over_http=self.over_http, extra=self.headers or self.variables)
+        tools = []
         try:
-            yield [self._make_tool(session, found) for found in await session.open_connection()]
+            for found in await session.open_connection():
+                call = functools.partial(session.call_remote_tool, found.name)
+                described = ToolDescription(found.name, found.description or "", found.input_schema, None)
+                tools.append(Tool(call, described, self.call_s, self.observation_bytes, when_stopped=UNKNOWN))
+            yield tools
         finally:
             await session.close_connection()
-
-    def _make_tool(self, session: McpSession, found: Any) -> Tool:
-        async def call(**arguments: Any) -> str:
-            return await session.call_remote_tool(found.name, arguments)
-
-        described = ToolDescription(found.name, found.description or "", found.input_schema, None)
-        return Tool(call, described, self.call_s, self.observation_bytes, when_stopped=UNKNOWN)

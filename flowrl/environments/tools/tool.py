@@ -66,7 +66,7 @@ def describe_function(function: Callable[..., Any]) -> ToolDescription:
         f"p{index}": (hint, Field(default, alias=key, description=arguments.get(key)))
         for index, (key, (hint, default)) in enumerate(parameters.items())
     }
-    model, schema = schema_of_type(name, fields)
+    model, schema = schema_of_fields(name, fields)
     return ToolDescription(name, text, schema, model)
 
 
@@ -91,27 +91,25 @@ def parameters_schema(name: str, function: Callable[..., Any]) -> dict[str, tupl
     return found
 
 
-def schema_of_type(name: str, fields: dict[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
+def schema_of_fields(name: str, fields: dict[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
+    """The model that checks a call's arguments, and the schema that describes them."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PydanticJsonSchemaWarning)
             model = create_model(name, __config__=STRICT, **fields)
             schema = model.model_json_schema(schema_generator=_Form)
+        silent = [key for key, one in schema["properties"].items() if not one.keys() - {"description", "default"}]
+        why = f"the hint of {silent[0]} says nothing" if silent else ""
     except (PydanticUserError, PydanticJsonSchemaWarning) as problem:
-        raise undescribed_type(name, str(problem).splitlines()[0]) from None
-    for key, described in schema["properties"].items():
-        if not described.keys() - {"description", "default"}:
-            raise undescribed_type(name, f"the hint of {key} says nothing")
+        why = str(problem).splitlines()[0]
+    if why:
+        raise ConfigError(
+            f"the type hints of tool {name} cannot be described as JSON Schema ({why}); use str, int, float, bool, "
+            "Literal, list[...], dict[...] and Optional of these"
+        )
     for key in ("title", "additionalProperties"):
         schema.pop(key, None)
     return model, schema
-
-
-def undescribed_type(name: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"the type hints of tool {name} cannot be described as JSON Schema ({why}); use str, int, float, bool, "
-        "Literal, list[...], dict[...] and Optional of these"
-    )
 
 
 class _Form(GenerateJsonSchema):
@@ -142,23 +140,19 @@ def parse_docstring(name: str, function: Callable[..., Any]) -> tuple[str, dict[
         return text, {}
     rest = whole[section.end() :]
     following = NEXT_SECTION.search(rest)
-    return text, parse_arguments(rest[: following.start()] if following else rest)
-
-
-def parse_arguments(section: str) -> dict[str, str]:
-    """The lines `name: text`; a line that is indented further belongs to the one before."""
-    found: dict[str, str] = {}
-    lines = [line for line in section.splitlines() if line.strip()]
+    lines = [line for line in rest[: following.start() if following else None].splitlines() if line.strip()]
     indents = [len(line) - len(line.lstrip()) for line in lines]
+    found: dict[str, str] = {}
     name = ""
     for line, indent in zip(lines, indents, strict=True):
+        # A line that is indented further belongs to the argument before.
         match = ARGUMENT.match(line.strip()) if indent == indents[0] else None
         if match:
             name = match[1]
             found[name] = match[2].strip()
         elif name:
             found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+    return text, found
 
 
 CALL_S = 10.0

@@ -314,7 +314,7 @@ def test_images_are_refused_by_the_space_or_the_examples_before_anything_is_play
     spaces = pytest.importorskip("gymnasium").spaces
     pixels = spaces.Dict({"seen": spaces.Box(0, 255, (96, 96, 3), np.uint8)})
     with pytest.raises(ConfigError, match=r"shows images, uint8 of the shape \(96, 96, 3\); images are not sup"):
-        gymnasium_env._check_observations(EnvironmentName("gymnasium/CarRacing-v3"), pixels)
+        gymnasium_env.check_observations(EnvironmentName("gymnasium/CarRacing-v3"), pixels)
     rows = [{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, {"prompt": "a text"}]
     shown = [{"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from flowrl.agents.endpoint.backend import SampledAnswer
 from flowrl.agents.endpoint.session_tree import RawPrompt
@@ -23,7 +24,6 @@ OPENAI_TYPES = {
     500: "server_error",
     503: "server_error",
 }
-ANTHROPIC_TYPES = {**OPENAI_TYPES, 500: "api_error", 503: "overloaded_error"}
 
 
 @dataclass(eq=False)
@@ -45,15 +45,6 @@ class ApiProblem(Exception):
         if self.retry_after_s is not None:
             return {"Retry-After": str(self.retry_after_s)}
         return {"x-should-retry": "false"} if self.status == 409 else {}
-
-    def openai(self) -> Mapping[str, Any]:
-        kind = OPENAI_TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def anthropic(self) -> Mapping[str, Any]:
-        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        details = {} if self.details is None else {"details": self.details}
-        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
 
 def invalid(param: str, message: str) -> ApiProblem:
@@ -128,28 +119,33 @@ class CallAnswer:
         return sum(choice.answer.cached_tokens for choice in self.choices)
 
 
-class KnownResponses(Protocol):
-    """The conversations of a session's earlier responses, by the responses' ids."""
+class Api(ABC):
+    """One API. The errors and the keep-alive of a stream are those of OpenAI's APIs unless it has its own."""
 
-    def messages_of(self, response_id: str) -> Messages | None: ...
+    keep_alive = b": waiting for the reply\n\n"
 
+    @abstractmethod
+    def read_call(self, body: Mapping[str, Any], responses: Mapping[str, Messages]) -> ApiCall:
+        """Raises ApiProblem for what is invalid, not known, or cannot be trained.
 
-class Api(Protocol):
-    """One API. A stream has the content of the complete answer, as events."""
+        `responses` are the conversations of the session's earlier responses, by the responses' ids.
+        """
 
-    keep_alive: bytes
+    @abstractmethod
+    def write_answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
+        """The body of the response."""
 
-    def read_call(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
-        """Raises ApiProblem for what is invalid, not known, or cannot be trained."""
-        ...
+    @abstractmethod
+    def write_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
+        """The content of the complete answer, as a stream."""
 
-    def write_answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]: ...
+    def write_error(self, problem: ApiProblem) -> Mapping[str, Any]:
+        kind = OPENAI_TYPES.get(problem.status, "invalid_request_error")
+        return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
-    def write_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]: ...
-
-    def write_error(self, problem: ApiProblem) -> Mapping[str, Any]: ...
-
-    def error_event(self, problem: ApiProblem) -> bytes: ...
+    def error_event(self, problem: ApiProblem) -> bytes:
+        """The error as an event of a stream that has begun."""
+        return data_event(self.write_error(problem))
 
 
 def data_event(data: Mapping[str, Any], event: str = "") -> bytes:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from flowrl.agents.endpoint.apis.api import ApiProblem, invalid
+from flowrl.environments.protocol import shorten_value
 
 MOST_REPLIES = 128
 
@@ -63,7 +64,7 @@ def read_text(name: str, value: Any) -> str:
     return value
 
 
-def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
+def read_choice(name: str, value: Any, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise invalid(name, f"{name} is {shorten_value(value)}; it has to be one of {', '.join(sorted(allowed))}")
     return value
@@ -87,7 +88,7 @@ def read_count(body: Mapping[str, Any], name: str, most: int | None = None) -> i
     return value
 
 
-def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
+def read_stop(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
     value = body.get(name)
     texts = [value] if isinstance(value, str) else read_items(name, value or [])
     for one in texts:
@@ -104,23 +105,20 @@ def check_numbers(body: Mapping[str, Any], *names: str) -> None:
             raise invalid(name, f"{name} is {shorten_value(value)}; it needs a number")
 
 
-def content_text(name: str, content: Any, kinds: Collection[str] = ("text",)) -> str:
+def read_content(name: str, content: Any, kinds: Collection[str] = ("text",)) -> str:
     """The text of a message's content: text, or parts of text, one after the other."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    return "".join(_part_text(f"{name}[{n}]", part, kinds) for n, part in enumerate(read_items(name, content)))
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for n, part in enumerate(read_items(name, content)):
+        kind = read_mapping(f"{name}[{n}]", part).get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise invalid(f"{name}[{n}]", f"{name}[{n}] is of type {shorten_value(kind)}; the policy reads only text")
+        texts.append(read_text(f"{name}[{n}].text", part.get("text")))
+    return "".join(texts)
 
 
-def _part_text(name: str, part: Any, kinds: Collection[str]) -> str:
-    kind = read_mapping(name, part).get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise invalid(name, f"{name} is of type {shorten_value(kind)}; the policy reads only text")
-    return read_text(f"{name}.text", part.get("text"))
-
-
-def parsed_arguments(name: str, arguments: Any) -> Mapping[str, Any]:
+def read_arguments(name: str, arguments: Any) -> Mapping[str, Any]:
     """The arguments of a tool call that a client sends, given as JSON text."""
     try:
         found = json.loads(read_text(name, arguments) or "{}")
@@ -129,37 +127,16 @@ def parsed_arguments(name: str, arguments: Any) -> Mapping[str, Any]:
     return read_mapping(name, found)
 
 
-def function_tool(name: str, function: Any, parameters: str = "parameters") -> Mapping[str, Any]:
+def read_function(name: str, function: Any, parameters: str = "parameters") -> Mapping[str, Any]:
     """A tool as chat templates know it, from its name, description and schema."""
     described = read_mapping(name, function)
     tool = {"name": read_text(f"{name}.name", described.get("name"))}
     if described.get("description") is not None:
         tool["description"] = read_text(f"{name}.description", described["description"])
-    schema = read_mapping(f"{name}.{parameters}", described.get(parameters) or {"type": "object", "properties": {}})
-    _check_properties(f"{name}.{parameters}", schema)
+    name = f"{name}.{parameters}"
+    schema = read_mapping(name, described.get(parameters) or {"type": "object", "properties": {}})
+    # Templates and parsers go through the arguments of a tool, so each has to be described by what JSON Schema allows.
+    for key, argument in read_mapping(f"{name}.properties", schema.get("properties", {})).items():
+        if not isinstance(argument, bool):
+            read_mapping(f"{name}.properties.{key}", argument)
     return {"type": "function", "function": {**tool, "parameters": schema}}
-
-
-def _check_properties(name: str, schema: Mapping[str, Any]) -> None:
-    """Templates and parsers go through the arguments of a tool, so what describes them has to be what JSON Schema
-    allows: an object, whose values are schemas (an object, true or false)."""
-    if "properties" not in schema:
-        return
-    for key, described in read_mapping(f"{name}.properties", schema["properties"]).items():
-        if not isinstance(described, bool):
-            read_mapping(f"{name}.properties.{key}", described)
-
-
-def strict_tools(where: str, tools: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether any tool asks for arguments that follow its schema, as SDKs do by default. Arguments are sampled freely
-    anyway.
-
-    `where` is the name of the n-th tool's fields, with {} for n.
-    """
-    asked = [read_flag(tool, "strict", where.format(n)) for n, tool in enumerate(tools)]
-    return any(asked)
-
-
-def shorten_value(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -3,77 +3,23 @@ open."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flowrl.agents.endpoint.apis import fields
 from flowrl.agents.endpoint.apis.api import (
+    Api,
     ApiCall,
     ApiProblem,
     CallAnswer,
-    KnownResponses,
     arguments_text,
     data_event,
     invalid,
     token_logprobs,
 )
 from flowrl.agents.endpoint.apis.chat_completions import ROLES, check_tool_choice
+from flowrl.environments.protocol import shorten_value
 from flowrl.models.tokens.chat import Messages
-
-OutputItem = Mapping[str, Any]
-
-
-def output_items(call: ApiCall, answer: CallAnswer) -> list[OutputItem]:
-    """The reasoning, text and calls of the reply, as far as it has them."""
-    (choice,) = answer.choices
-    status = "completed" if choice.answer.finish_reason == "stop" else "incomplete"
-    items: list[OutputItem] = []
-    if choice.reasoning:
-        content = [{"type": "reasoning_text", "text": choice.reasoning}]
-        items.append({"id": f"rs_{answer.ident}", "type": "reasoning", "summary": [], "content": content})
-    if choice.text or not choice.calls:
-        text: dict[str, Any] = {"type": "output_text", "text": choice.text, "annotations": []}
-        text["logprobs"] = token_logprobs(choice) if call.logprobs else []
-        said = {"id": f"msg_{answer.ident}", "type": "message", "role": "assistant", "status": status}
-        items.append({**said, "content": [text]})
-    for n, one in enumerate(choice.calls):
-        called = {"id": f"fc_{answer.ident}_{n}", "type": "function_call", "call_id": one["id"], "status": status}
-        items.append({**called, "name": one["function"]["name"], "arguments": arguments_text(one)})
-    return items
-
-
-def output_events(items: Sequence[OutputItem]) -> Iterator[dict[str, Any]]:
-    for n, item in enumerate(items):
-        yield {"type": "response.output_item.added", "output_index": n, "item": begin_item(item)}
-        at = {"item_id": item["id"], "output_index": n}
-        if item["type"] == "function_call":
-            yield from _call_events(item, at)
-        else:
-            yield from _text_events(item, {**at, "content_index": 0})
-        yield {"type": "response.output_item.done", "output_index": n, "item": item}
-
-
-def begin_item(item: OutputItem) -> OutputItem:
-    if item["type"] == "function_call":
-        return {**item, "arguments": "", "status": "in_progress"}
-    return {**item, "content": [], "status": "in_progress"}
-
-
-def _call_events(item: OutputItem, at: OutputItem) -> Iterator[dict[str, Any]]:
-    kind = "response.function_call_arguments"
-    yield {"type": f"{kind}.delta", **at, "delta": item["arguments"]}
-    yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": item["arguments"]}
-
-
-def _text_events(item: OutputItem, at: OutputItem) -> Iterator[dict[str, Any]]:
-    (part,) = item["content"]
-    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    empty = {**part, "text": "", **({"logprobs": []} if logprobs else {})}
-    yield {"type": "response.content_part.added", **at, "part": empty}
-    yield {"type": f"response.{part['type']}.delta", **at, "delta": part["text"], **logprobs}
-    yield {"type": f"response.{part['type']}.done", **at, "text": part["text"], **logprobs}
-    yield {"type": "response.content_part.done", **at, "part": part}
-
 
 TEXTS = ("input_text", "output_text", "text")
 ITEM = {
@@ -83,81 +29,6 @@ ITEM = {
     "function_call_output": {"type", "id", "call_id", "output", "status"},
 }
 EMPTY: Mapping[str, tuple[Any, ...]] = {"encrypted_content": ("",), "caller": ({"type": "direct"},)}
-
-
-def read_input(given: Any) -> list[Mapping[str, Any]]:
-    """Messages as chat templates know them. Raises ApiProblem."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    messages: list[dict[str, Any]] = []
-    for n, item in enumerate(fields.read_items("input", given)):
-        name, kind = f"input[{n}]", item_kind(f"input[{n}]", item)
-        read = READERS[kind](name, item)
-        if _belong_together(messages, read):
-            messages[-1] = join_items(messages[-1], read)
-        else:
-            messages.append(read)
-    return list(messages)
-
-
-def _belong_together(messages: list[dict[str, Any]], read: Mapping[str, Any]) -> bool:
-    """Whether the last message is a reply that `read` continues: reasoning, then text, then calls."""
-    if not messages or messages[-1]["role"] != "assistant" or read["role"] != "assistant":
-        return False
-    last = messages[-1]
-    if read.get("tool_calls"):
-        return True
-    return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
-
-
-def join_items(message: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    joined = {**message, **read, "content": message["content"] + read["content"]}
-    calls = [*message.get("tool_calls", ()), *read.get("tool_calls", ())]
-    return {**joined, "tool_calls": calls} if calls else joined
-
-
-def item_kind(name: str, item: Any) -> str:
-    kind = fields.one_of(f"{name}.type", fields.read_mapping(name, item).get("type", "message"), ITEM)
-    fields.check_fields(item, ITEM[kind], EMPTY, f"{name}.")
-    return kind
-
-
-def message_item(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    role = fields.one_of(f"{name}.role", item.get("role"), ROLES.keys() - {"tool"})
-    return {"role": ROLES[role], "content": fields.content_text(f"{name}.content", item.get("content"), TEXTS)}
-
-
-def reasoning_item(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    content = fields.content_text(f"{name}.content", item.get("content"), ("reasoning_text",))
-    return {"role": "assistant", "content": "", "reasoning_content": content}
-
-
-def call_item(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {
-        "name": fields.read_text(f"{name}.name", item.get("name")),
-        "arguments": fields.parsed_arguments(f"{name}.arguments", item.get("arguments")),
-    }
-    call = {"id": fields.read_text(f"{name}.call_id", item.get("call_id")), "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def call_output_item(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    content = fields.content_text(f"{name}.output", item.get("output"), TEXTS)
-    return {
-        "role": "tool",
-        "content": content,
-        "tool_call_id": fields.read_text(f"{name}.call_id", item.get("call_id")),
-    }
-
-
-READERS = {
-    "message": message_item,
-    "reasoning": reasoning_item,
-    "function_call": call_item,
-    "function_call_output": call_output_item,
-}
-
-
 READ = {
     *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "max_output_tokens"),
     *("stream", "store", "include", "temperature", "top_p", "stream_options"),
@@ -189,28 +60,49 @@ INCLUDABLE = (
 )
 """Further parts of a response that can be asked for; replies here have none, and reasoning is shown in full."""
 IDENT = "resp_"
+TOOL = {"type", "name", "description", "parameters", "strict"}
 
 
-class OpenAIResponses:
-    keep_alive = b": waiting for the reply\n\n"
-
-    def read_call(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
+class OpenAIResponses(Api):
+    def read_call(self, body: Mapping[str, Any], responses: Mapping[str, Messages]) -> ApiCall:
         fields.check_fields(body, READ | NO_INFLUENCE, NEUTRAL)
         fields.check_numbers(body, "temperature", "top_p")
-        tools = [
-            read_tool(f"tools[{n}]", tool) for n, tool in enumerate(fields.read_items("tools", body.get("tools") or []))
-        ]
+        tools, strict = [], False
+        for n, tool in enumerate(fields.read_items("tools", body.get("tools") or [])):
+            name = f"tools[{n}]"
+            if (kind := fields.read_mapping(name, tool).get("type")) != "function":
+                raise invalid(name, f"{name} is of type {kind!r}; the policy can only call functions")
+            fields.check_fields(tool, TOOL, {"defer_loading": (False,)}, f"{name}.")
+            tools.append(fields.read_function(name, tool))
+            strict |= fields.read_flag(tool, "strict", f"{name}.")
         check_tool_choice(body, bool(tools))
-        _check_stream_options(body)
-        messages = [*messages_before(body, known), *read_input(body.get("input"))]
+        options = fields.read_mapping("stream_options", body.get("stream_options") or {})
+        fields.check_fields(options, (), {"include_obfuscation": (False,)}, "stream_options.")
+        included = fields.read_items("include", body.get("include") or [])
+        for one in included:
+            if one != WITH_LOGPROBS and one not in INCLUDABLE:
+                shown = shorten_value(one)
+                raise invalid("include", f"include has {shown}, which is not known here; leave it out")
+
+        messages = read_input(body.get("input"))
+        ident = body.get("previous_response_id")
+        if ident is not None:
+            before = responses.get(fields.read_text("previous_response_id", ident).removeprefix(IDENT))
+            if before is None:
+                message = f"this session has no response {ident}, or it was not stored"
+                raise ApiProblem(404, message, param="previous_response_id")
+            messages = [*before, *messages]
+        # The instructions of earlier calls no longer apply, so they are in no conversation that is kept.
+        given = body.get("instructions")
+        instructions = "" if given is None else fields.read_text("instructions", given)
         stored = body.get("store") is None or fields.read_flag(body, "store")
         return ApiCall(
             model=fields.read_text("model", body.get("model")),
-            messages=[*read_instructions(body), *messages],
+            messages=[{"role": "system", "content": instructions}, *messages] if instructions else messages,
             tools=tools,
             max_tokens=fields.read_count(body, "max_output_tokens"),
-            logprobs=_wants_logprobs(body),
-            strict_tools=fields.strict_tools("tools[{}].", body.get("tools") or ()),
+            logprobs=WITH_LOGPROBS in included,
+            strict_tools=strict,
             stream=fields.read_flag(body, "stream"),
             kept=messages if stored else None,
             body=body,
@@ -218,99 +110,127 @@ class OpenAIResponses:
 
     def write_answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
         (choice,) = answer.choices
-        whole = choice.answer.finish_reason == "stop"
+        whole, body = choice.answer.finish_reason == "stop", call.body
         return {
-            **response_head(call, answer),
-            "status": "completed" if whole else "incomplete",
+            "id": f"{IDENT}{answer.ident}",
+            "object": "response",
+            "created_at": answer.created,
+            "model": call.model,
+            "error": None,
             "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata") or {},
+            "parallel_tool_calls": True,
+            "previous_response_id": body.get("previous_response_id"),
+            "store": call.kept is not None,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "truncation": "disabled",
+            "status": "completed" if whole else "incomplete",
             "output": output_items(call, answer),
-            "usage": response_usage(answer),
+            "usage": {
+                "input_tokens": answer.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": answer.sampled_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
+            },
         }
 
     def write_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
-        for number, event in enumerate(self._stream_events(call, answer)):
+        response = self.write_answer(call, answer)
+        begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        events: list[dict[str, Any]] = [
+            {"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")
+        ]
+        for n, item in enumerate(response["output"]):
+            events += item_events(item, n)
+        events.append({"type": f"response.{response['status']}", "response": response})
+        for number, event in enumerate(events):
             yield data_event({**event, "sequence_number": number}, event["type"])
-
-    def write_error(self, problem: ApiProblem) -> Mapping[str, Any]:
-        return problem.openai()
 
     def error_event(self, problem: ApiProblem) -> bytes:
         error = {"type": "error", "message": problem.message, "code": problem.code, "param": problem.param}
         return data_event({**error, "sequence_number": 0}, "error")
 
-    def _stream_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
-        begun = {**response_head(call, answer), "status": "in_progress", "output": [], "usage": None}
-        yield {"type": "response.created", "response": begun}
-        yield {"type": "response.in_progress", "response": begun}
-        yield from output_events(output_items(call, answer))
-        response = self.write_answer(call, answer)
-        yield {"type": f"response.{response['status']}", "response": response}
+
+def output_items(call: ApiCall, answer: CallAnswer) -> list[Mapping[str, Any]]:
+    """The reasoning, text and calls of the reply, as far as it has them."""
+    (choice,) = answer.choices
+    status = "completed" if choice.answer.finish_reason == "stop" else "incomplete"
+    items: list[Mapping[str, Any]] = []
+    if choice.reasoning:
+        content = [{"type": "reasoning_text", "text": choice.reasoning}]
+        items.append({"id": f"rs_{answer.ident}", "type": "reasoning", "summary": [], "content": content})
+    if choice.text or not choice.calls:
+        text: dict[str, Any] = {"type": "output_text", "text": choice.text, "annotations": []}
+        text["logprobs"] = token_logprobs(choice) if call.logprobs else []
+        said = {"id": f"msg_{answer.ident}", "type": "message", "role": "assistant", "status": status}
+        items.append({**said, "content": [text]})
+    for n, one in enumerate(choice.calls):
+        called = {"id": f"fc_{answer.ident}_{n}", "type": "function_call", "call_id": one["id"], "status": status}
+        items.append({**called, "name": one["function"]["name"], "arguments": arguments_text(one)})
+    return items
 
 
-def response_head(call: ApiCall, answer: CallAnswer) -> dict[str, Any]:
-    body = call.body
-    return {
-        "id": f"{IDENT}{answer.ident}",
-        "object": "response",
-        "created_at": answer.created,
-        "model": call.model,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "metadata": body.get("metadata") or {},
-        "parallel_tool_calls": True,
-        "previous_response_id": body.get("previous_response_id"),
-        "store": call.kept is not None,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
-        "truncation": "disabled",
-    }
+def item_events(item: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:
+    """The events of one item of the output: it starts empty, one delta has its content, and then it is done."""
+    at = {"item_id": item["id"], "output_index": index}
+    added = {"type": "response.output_item.added", "output_index": index}
+    if item["type"] == "function_call":
+        kind, arguments = "response.function_call_arguments", item["arguments"]
+        yield {**added, "item": {**item, "arguments": "", "status": "in_progress"}}
+        yield {"type": f"{kind}.delta", **at, "delta": arguments}
+        yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": arguments}
+    else:
+        (part,) = item["content"]
+        kind, at = f"response.{part['type']}", {**at, "content_index": 0}
+        logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+        empty = {**part, "text": "", **({"logprobs": []} if logprobs else {})}
+        yield {**added, "item": {**item, "content": [], "status": "in_progress"}}
+        yield {"type": "response.content_part.added", **at, "part": empty}
+        yield {"type": f"{kind}.delta", **at, "delta": part["text"], **logprobs}
+        yield {"type": f"{kind}.done", **at, "text": part["text"], **logprobs}
+        yield {"type": "response.content_part.done", **at, "part": part}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
-def response_usage(answer: CallAnswer) -> Mapping[str, Any]:
-    return {
-        "input_tokens": answer.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": answer.sampled_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
-    }
-
-
-def read_instructions(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    given = body.get("instructions")
-    return [{"role": "system", "content": fields.read_text("instructions", given)}] if given not in (None, "") else []
-
-
-def messages_before(body: Mapping[str, Any], known: KnownResponses) -> Messages:
-    """The conversation that the call continues; its earlier instructions no longer apply."""
-    ident = body.get("previous_response_id")
-    if ident is None:
-        return ()
-    messages = known.messages_of(fields.read_text("previous_response_id", ident).removeprefix(IDENT))
-    if messages is None:
-        message = f"this session has no response {ident}, or it was not stored"
-        raise ApiProblem(404, message, param="previous_response_id")
+def read_input(given: Any) -> list[Mapping[str, Any]]:
+    """Messages as chat templates know them: reasoning, text and calls that follow each other are one reply."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Mapping[str, Any]] = []
+    for n, item in enumerate(fields.read_items("input", given)):
+        read = read_item(f"input[{n}]", item)
+        last = messages[-1] if messages else {"role": ""}
+        begun = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
+        if last["role"] == read["role"] == "assistant" and (read.get("tool_calls") or begun):
+            calls = [*last.get("tool_calls", ()), *read.get("tool_calls", ())]
+            joined = {**last, **read, "content": last["content"] + read["content"]}
+            messages[-1] = {**joined, "tool_calls": calls} if calls else joined
+        else:
+            messages.append(read)
     return messages
 
 
-def read_tool(name: str, tool: Any) -> Mapping[str, Any]:
-    if fields.read_mapping(name, tool).get("type") != "function":
-        raise invalid(name, f"{name} is of type {tool.get('type')!r}; the policy can only call functions")
-    known = {"type", "name", "description", "parameters", "strict"}
-    fields.check_fields(tool, known, {"defer_loading": (False,)}, f"{name}.")
-    return fields.function_tool(name, tool)
-
-
-def _wants_logprobs(body: Mapping[str, Any]) -> bool:
-    asked = fields.read_items("include", body.get("include") or [])
-    for one in asked:
-        if one != WITH_LOGPROBS and one not in INCLUDABLE:
-            raise invalid("include", f"include has {fields.shorten_value(one)}, which is not known here; leave it out")
-    return WITH_LOGPROBS in asked
-
-
-def _check_stream_options(body: Mapping[str, Any]) -> None:
-    options = fields.read_mapping("stream_options", body.get("stream_options") or {})
-    fields.check_fields(options, (), {"include_obfuscation": (False,)}, "stream_options.")
+def read_item(name: str, item: Any) -> dict[str, Any]:
+    """One item of the input as a message of its own."""
+    kind = fields.read_choice(f"{name}.type", fields.read_mapping(name, item).get("type", "message"), ITEM)
+    fields.check_fields(item, ITEM[kind], EMPTY, f"{name}.")
+    if kind == "message":
+        role = fields.read_choice(f"{name}.role", item.get("role"), ROLES.keys() - {"tool"})
+        return {"role": ROLES[role], "content": fields.read_content(f"{name}.content", item.get("content"), TEXTS)}
+    if kind == "reasoning":
+        reasoning = fields.read_content(f"{name}.content", item.get("content"), ("reasoning_text",))
+        return {"role": "assistant", "content": "", "reasoning_content": reasoning}
+    call_id = fields.read_text(f"{name}.call_id", item.get("call_id"))
+    if kind == "function_call_output":
+        output = fields.read_content(f"{name}.output", item.get("output"), TEXTS)
+        return {"role": "tool", "content": output, "tool_call_id": call_id}
+    function = {
+        "name": fields.read_text(f"{name}.name", item.get("name")),
+        "arguments": fields.read_arguments(f"{name}.arguments", item.get("arguments")),
+    }
+    calls = [{"id": call_id, "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}

@@ -73,30 +73,28 @@ class PythonTool(ToolSource):
         """Start an interpreter and let it compute a value."""
         if sys.platform != "linux":
             raise ConfigError("the tool python needs Linux, whose limits and namespaces shut its code in")
-        asyncio.run(self._try_sandbox())
-
-    async def _try_sandbox(self) -> None:
-        process = None
         try:
-            process = SandboxProcess(self._settings, seed=0)
-            await process.start_sandbox()
-            ran = await process.run_code("6 * 7")
+            ran = asyncio.run(self._try_sandbox())
+            why = "" if ran == Ran("42\n", failed=False) else f"the trial 6 * 7 returned {ran.text!r}"
         except (SandboxRefused, SandboxEnded) as problem:
-            raise self._refuse_sandbox(str(problem)) from None
-        finally:
-            if process is not None:
-                await process.end_sandbox()
-        if ran != Ran("42\n", failed=False):
-            raise self._refuse_sandbox(f"the trial 6 * 7 returned {ran.text!r}")
-
-    def _refuse_sandbox(self, why: str) -> ConfigError:
+            why = str(problem)
+        if not why:
+            return
         hint = ""
         if self.sandbox == "namespaces":
             hint = (
                 "; allow user namespaces on this machine (in a container they may need --privileged), or accept "
                 "python:sandbox=limits, where the code can read files and use the network"
             )
-        return ConfigError(f"the tool python cannot isolate its code on this machine ({why}){hint}")
+        raise ConfigError(f"the tool python cannot isolate its code on this machine ({why}){hint}")
+
+    async def _try_sandbox(self) -> Ran:
+        process = SandboxProcess(self._settings, seed=0)
+        try:
+            await process.start_sandbox()
+            return await process.run_code("6 * 7")
+        finally:
+            await process.end_sandbox()
 
     @property
     def _settings(self) -> SandboxSettings:
@@ -133,7 +131,13 @@ class PythonSession:
             code: The code.
         """
         try:
-            ran = await self._run_code(code)
+            if self._process is None:
+                self._process = SandboxProcess(self._settings, seed=self._seed)
+                await self._process.start_sandbox()
+            ran = await self._process.run_code(code)
+        except SandboxRefused as problem:
+            await self.end_sandbox()
+            raise EnvironmentFailed("env_raised", f"the tool python could not be started: {problem}") from None
         except SandboxEnded as ended:
             await self.end_sandbox()
             raise ToolError(f"{ended} {LOST}") from None
@@ -143,15 +147,6 @@ class PythonSession:
         if ran.failed:
             raise ToolError(ran.text)
         return ran.text or SILENT
-
-    async def _run_code(self, code: str) -> Ran:
-        try:
-            if self._process is None:
-                self._process = SandboxProcess(self._settings, seed=self._seed)
-                await self._process.start_sandbox()
-        except SandboxRefused as problem:
-            raise EnvironmentFailed("env_raised", f"the tool python could not be started: {problem}") from None
-        return await self._process.run_code(code)
 
     async def end_sandbox(self) -> None:
         """End the interpreter."""

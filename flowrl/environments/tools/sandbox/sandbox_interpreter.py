@@ -34,52 +34,46 @@ def main(control: socket.socket, settings: dict[str, Any]) -> None:
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
     mine, number = os.getpid(), 0
     control.sendall(b"R")
-    while (code := _received(control)) is not None:
+    while len(head := control.recv(LENGTH.size, socket.MSG_WAITALL)) == LENGTH.size:
+        code = control.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL).decode()
         number += 1
-        failed = _executed(code, f"<call {number}>", names, mine)
+        failed = execute_code(code, f"<call {number}>", names, mine)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the code may have replaced it by anything
                 stream.flush()
         if settings["apart"]:
-            _end_others()
+            # What the code has started ends: this is the first process of its namespace, and kills all others.
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-1, 0)
         control.sendall(b"1" if failed else b"0")
 
 
-def _received(control: socket.socket) -> str | None:
-    """The next code; None at the end."""
-    head = control.recv(LENGTH.size, socket.MSG_WAITALL)
-    if len(head) < LENGTH.size:
-        return None
-    return control.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL).decode()
-
-
-def _executed(code: str, name: str, names: dict[str, Any], mine: int) -> bool:
+def execute_code(code: str, name: str, names: dict[str, Any], mine: int) -> bool:
     """Execute code. Returns whether it has raised."""
     problem: BaseException | None = None
     try:
-        _execute(code, name, names)
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), name, "eval"), names)
+            if value is not None:
+                print(repr(value))
     except BaseException as raised:  # the boundary to the policy's code
         problem = raised
     if os.getpid() != mine:
         os._exit(0)  # a process that the code has forked has come to its end
     if problem is None or (isinstance(problem, SystemExit) and problem.code in (None, 0)):
         return False
-    _show(problem)
+    show_traceback(problem)
     return True
 
 
-def _execute(code: str, name: str, names: dict[str, Any]) -> None:
-    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-    tree = ast.parse(code, name)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, name, "exec"), names)
-    if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), name, "eval"), names)
-        if value is not None:
-            print(repr(value))
-
-
-def _show(problem: BaseException) -> None:
+def show_traceback(problem: BaseException) -> None:
     """The traceback from the code's own first frame on."""
     trace = problem.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -89,15 +83,6 @@ def _show(problem: BaseException) -> None:
         sys.stdout.write("".join(found.format()))
     except BaseException:  # its text comes from the code too, and there may be no memory for it
         os.write(1, f"{type(problem).__name__}\n".encode())
-
-
-def _end_others() -> None:
-    """End what the code has started: this is the first process of its namespace, and kills all others."""
-    with suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,11 @@ class SandboxCgroup:
             cls._made += 1
             directory = above / NAME.format(pid=os.getpid(), number=cls._made)
             try:
-                _remove_abandoned(above)
+                for other in above.iterdir():
+                    # The groups of processes that were killed; the kernel refuses to remove one that has processes.
+                    found = MADE_BY.fullmatch(other.name)
+                    if found and not Path(f"/proc/{found[1]}").exists():
+                        remove_directory(other)
                 directory.mkdir()
             except OSError:
                 continue
@@ -107,14 +111,6 @@ def group_directories() -> Iterator[Path]:
                         yield directory
                 if directory == ROOT:
                     return
-
-
-def _remove_abandoned(above: Path) -> None:
-    """Remove the groups of processes that were killed. The kernel refuses to remove one that has processes."""
-    for directory in above.iterdir():
-        found = MADE_BY.fullmatch(directory.name)
-        if found and not Path(f"/proc/{found[1]}").exists():
-            remove_directory(directory)
 
 
 def remove_directory(directory: Path) -> None:
@@ -225,6 +221,7 @@ class SandboxProcess:
         self._work = tempfile.mkdtemp(prefix="flowrl-sandbox-") if settings.kind == "limits" else ""
         self._control, theirs = socket.socketpair()
         self._cgroup = SandboxCgroup.create_group(memory_bytes=settings.memory_bytes, num_processes=2 * NUM_PROCESSES)
+        entrance = () if self._cgroup is None else (self._cgroup.entrance,)
         self._report, report = os.pipe()
         source, target = os.pipe()
         self._output = BoundedOutput(source, most_bytes=settings.output_bytes)
@@ -235,13 +232,13 @@ class SandboxProcess:
                     "-I",
                     "-S",
                     str(START),
-                    self._text_of(theirs, report, seed),
+                    self._write_settings(theirs, report, seed),
                     INTERPRETER.read_text(encoding="utf-8"),
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=target,
-                pass_fds=(theirs.fileno(), report, *self._entrance),
+                pass_fds=(theirs.fileno(), report, *entrance),
                 env={},
             )
         except OSError as problem:
@@ -286,54 +283,48 @@ class SandboxProcess:
             answer = b""
         if not answer:
             printed = self._output.take_text()
-            how = self._how_it_ended()
-            held = self._too_much()
-            raise SandboxEnded(f"{printed}\n{held or how}".strip(), out_of_memory=bool(held))
+            how, out_of_memory = self._describe_end()
+            raise SandboxEnded(f"{printed}\n{how}".strip(), out_of_memory=out_of_memory)
         return Ran(self._output.take_text(), failed=answer != b"0")
 
     async def end_sandbox(self) -> None:
         """End the interpreter and all that it has started. When this returns, they are gone."""
-        self._stop_reading()
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._source)
         if self._streams is not None:
             self._streams[1].close()
         self._control.close()
         try:
-            await self._end_with()
+            if self._process.poll() is None:
+                self._process.terminate()
+                handle, gone = os.pidfd_open(self._process.pid), asyncio.Event()
+                loop.add_reader(handle, gone.set)
+                try:
+                    await asyncio.wait_for(gone.wait(), END_S)
+                except TimeoutError:
+                    self._process.kill()  # the interpreter then gets its parent-death signal
+                finally:
+                    loop.remove_reader(handle)
+                    os.close(handle)
+                self._process.wait()
         finally:
             self._output.close_output()
             self._leave_running()
             if self._work:
                 shutil.rmtree(self._work, ignore_errors=True)
 
-    async def _end_with(self) -> None:
-        if self._process.poll() is not None:
-            return
-        self._process.terminate()
-        loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        process = os.pidfd_open(self._process.pid)
-        loop.add_reader(process, gone.set)
-        try:
-            await asyncio.wait_for(gone.wait(), END_S)
-        except TimeoutError:
-            self._process.kill()  # the interpreter then gets its parent-death signal
-        finally:
-            loop.remove_reader(process)
-            os.close(process)
-        self._process.wait()
-
-    def _how_it_ended(self) -> str:
-        """How the interpreter ended. It has closed its connection, so it has ended, or ends now."""
+    def _describe_end(self) -> tuple[str, bool]:
+        """(how the interpreter ended, as a sentence; whether because of the sandbox's memory). It has closed its
+        connection, so it has ended, or ends now."""
         try:
             status = self._process.wait(1.0)
+            number = -status if status < 0 else status - 128
+            how = f"The interpreter ended with status {status}."
+            with suppress(ValueError):
+                how = f"The interpreter was ended by {signal.Signals(number).name}."
         except subprocess.TimeoutExpired:
-            return "The interpreter closed its connection."
-        number = -status if status < 0 else status - 128
-        with suppress(ValueError):
-            return f"The interpreter was ended by {signal.Signals(number).name}."
-        return f"The interpreter ended with status {status}."
+            how = "The interpreter closed its connection."
 
-    def _too_much(self) -> str:
-        """The sentence for a sandbox that ended because of its memory; "" if it has ended for another reason."""
         if self._cgroup is not None:
             held = "more memory than the limit;" if self._cgroup.out_of_memory else ""
         else:
@@ -345,12 +336,10 @@ class SandboxProcess:
             held = f"{num_bytes / MIB:,.0f} MiB of memory, and" if num_bytes else ""
             if num_bytes == sys.maxsize:
                 held = "memory that could not be counted, because processes ended all the time;"
+        if not held:
+            return how, False
         allowed = f"{self._settings.memory_bytes / MIB:,.0f} MiB"
-        return f"The interpreter was ended: its processes and files held {held} {allowed} are allowed." if held else ""
-
-    @property
-    def _entrance(self) -> tuple[int, ...]:
-        return () if self._cgroup is None else (self._cgroup.entrance,)
+        return f"The interpreter was ended: its processes and files held {held} {allowed} are allowed.", True
 
     def _leave_running(self) -> None:
         os.close(self._report)
@@ -359,72 +348,56 @@ class SandboxProcess:
 
     def _read_answer(self) -> None:
         if not self._output.read_output():
-            self._stop_reading()
+            asyncio.get_running_loop().remove_reader(self._source)
 
-    def _stop_reading(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._source)
-
-    def _text_of(self, control: socket.socket, report: int, seed: int) -> str:
+    def _write_settings(self, control: socket.socket, report: int, seed: int) -> str:
+        """The settings of `sandbox_start`, as JSON."""
         apart = self._settings.kind == "namespaces"
-        return json.dumps(
-            {
-                "control": control.fileno(),
-                "report": report,
-                "cgroup": next(iter(self._entrance), None),
-                "total_bytes": self._settings.memory_bytes,
-                "nested": self._settings.nested,
-                "parent": os.getpid(),
-                "namespaces": apart,
-                "trees": list(interpreter_trees()),
-                "work": self._work,
-                "disk_bytes": self._settings.disk_bytes,
-                "limits": self._set_limits(),
-                "python": interpreter(),
-                "environment": sandbox_variables(self._work or WORK),
-                "interpreter": json.dumps({"seed": seed, "apart": apart}),
-            }
-        )
-
-    def _set_limits(self) -> dict[str, int]:
-        wanted = {
+        limits = {
             "RLIMIT_AS": self._settings.memory_bytes,
             "RLIMIT_CPU": CPU_S,
             "RLIMIT_FSIZE": self._settings.disk_bytes,
             "RLIMIT_NOFILE": NUM_FILES,
-            "RLIMIT_NPROC": NUM_PROCESSES if self._settings.kind == "namespaces" else 0,
+            "RLIMIT_NPROC": NUM_PROCESSES if apart else 0,
             "RLIMIT_CORE": 0,
         }
-        return {name: allowed_cpus(name, most) for name, most in wanted.items()}
+        for name, most in limits.items():  # a limit may be lowered, but not raised
+            hard = resource.getrlimit(getattr(resource, name))[1]
+            limits[name] = most if hard == resource.RLIM_INFINITY else min(most, hard)
 
+        # Python's folder decides which packages it finds, so links in the folder's path are resolved.
+        folder, python = os.path.split(sys.executable)
+        folder = os.path.realpath(folder)
+        paths = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sysconfig.get_paths().values()}
+        trees = {os.path.realpath(path) for path in paths if os.path.exists(path)}
+        trees.add(os.path.dirname(os.path.realpath(sys.executable)))
 
-def interpreter() -> str:
-    """The path of this Python inside the sandbox. Python's folder decides which packages it finds, so links in the
-    folder's path are resolved."""
-    folder, name = os.path.split(sys.executable)
-    return f"{os.path.realpath(folder)}/{name}"
-
-
-def interpreter_trees() -> set[str]:
-    """The folders that hold this Python, its library and its packages."""
-    found = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sysconfig.get_paths().values()}
-    known = {os.path.realpath(path) for path in found if os.path.exists(path)}
-    return known | {os.path.dirname(os.path.realpath(sys.executable))}
-
-
-def allowed_cpus(name: str, most: int) -> int:
-    """The limit to set: a limit may be lowered, but not raised."""
-    hard = resource.getrlimit(getattr(resource, name))[1]
-    return most if hard == resource.RLIM_INFINITY else min(most, hard)
-
-
-def sandbox_variables(home: str) -> dict[str, str]:
-    one = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    return {
-        **dict.fromkeys(one, "1"),
-        "HOME": home,
-        "TMPDIR": home,
-        "LANG": "C.UTF-8",
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "PYTHONHASHSEED": "0",
-        "MPLBACKEND": "Agg",
-    }
+        home = self._work or WORK
+        one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+        variables = {
+            **dict.fromkeys(one_thread, "1"),
+            "HOME": home,
+            "TMPDIR": home,
+            "LANG": "C.UTF-8",
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "PYTHONHASHSEED": "0",
+            "MPLBACKEND": "Agg",
+        }
+        return json.dumps(
+            {
+                "control": control.fileno(),
+                "report": report,
+                "cgroup": None if self._cgroup is None else self._cgroup.entrance,
+                "total_bytes": self._settings.memory_bytes,
+                "nested": self._settings.nested,
+                "parent": os.getpid(),
+                "namespaces": apart,
+                "trees": list(trees),
+                "work": self._work,
+                "disk_bytes": self._settings.disk_bytes,
+                "limits": limits,
+                "python": f"{folder}/{python}",
+                "environment": variables,
+                "interpreter": json.dumps({"seed": seed, "apart": apart}),
+            }
+        )
