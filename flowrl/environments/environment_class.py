@@ -96,7 +96,7 @@ def find_environment(text: str) -> FoundEnvironment:
     if name.adapter:  # only the one that is named is imported: most import a package
         module, _, wanted = ADAPTERS[name.adapter].partition(":")
         adapter: Any = getattr(importlib.import_module(f"flowrl.environments.{module}"), wanted)
-        return FoundEnvironment(text, adapter, adapter.maker(name))
+        return FoundEnvironment(text, adapter, adapter.load_maker(name))
     kind = load_own_class(name)
     check_options(name, kind)
     return FoundEnvironment(

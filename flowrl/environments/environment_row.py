@@ -77,8 +77,8 @@ ADAPTERS: Mapping[str, str] = {
     "verifiers": "adapters.verifiers_env:VerifiersEnv",
 }
 """Adapter -> the class that plays its environments. Names are `PACKAGE/NAME`, `tools/TASK` for tasks with tools,
-`openrlhf/FILE.py` for a file, and `openenv/URL` for a server. The class has `maker(name)`, which returns a function
-that makes an environment."""
+`openrlhf/FILE.py` for a file, and `openenv/URL` for a server. The class has `load_maker(name)`, which returns a
+function that makes an environment."""
 PLAYS_FILES = ("openrlhf", "verifiers")
 """Adapters whose name may be a file, `openrlhf/FILE.py`."""
 COOPERATIVE = ("openenv",)

@@ -48,7 +48,7 @@ class ToolEnv(Env):
     """One question."""
 
     @classmethod
-    def maker(cls, name: EnvironmentName) -> Callable[[], ToolEnv]:
+    def load_maker(cls, name: EnvironmentName) -> Callable[[], ToolEnv]:
         """Reads the task and loads the tools. Raises ConfigError for what is wrong with them."""
         options = {**DEFAULTS, **{key: value for key, value in name.options.items() if key in DEFAULTS}}
         calls, reply_s = options["calls"], options["reply_s"]

@@ -226,7 +226,7 @@ def test_rows_whose_reading_ends_its_process_are_a_users_mistake(
 
 def test_held_out_rows_ask_what_training_never_sees() -> None:
     name = EnvironmentName("tools/arithmetic:tools=calculator,max_value=30")
-    maker = ToolEnv.maker(name)
+    maker = ToolEnv.load_maker(name)
 
     async def questions(rows: Sequence[EnvironmentRow]) -> Counter[str]:
         return Counter([(await maker().reset(row.task, row.seed)).text for row in rows])

@@ -200,7 +200,7 @@ BROAD_EXCEPTS = {
     "commands/talk.py: Talk.reply.generate",
     "machine/disk.py: told_if_full",
     "environments/environment_class.py: import_package",
-    "environments/adapters/skyrl_env.py: SkyrlEnv.maker",
+    "environments/adapters/skyrl_env.py: SkyrlEnv.load_maker",
     "environments/adapters/textarena_env.py: count_players",
     "environments/adapters/verifiers_env.py: load_examples",
     "environments/adapters/verifiers_env.py: load_environment",

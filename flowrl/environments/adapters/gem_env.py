@@ -19,7 +19,7 @@ class GemEnv(Env):
     """One environment of the package, for one episode."""
 
     @classmethod
-    def maker(cls, name: EnvironmentName) -> Callable[[], GemEnv]:
+    def load_maker(cls, name: EnvironmentName) -> Callable[[], GemEnv]:
         """Imports the package. Raises ConfigError if the package or the environment is missing."""
         package = import_package(name, "gem", distribution="gem-llm")
         import_package(name, "gem.envs", distribution="gem-llm")  # fills the registry

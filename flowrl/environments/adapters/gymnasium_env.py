@@ -68,7 +68,7 @@ class GymnasiumEnv(Env):
     """One environment of the package, for one episode."""
 
     @classmethod
-    def maker(cls, name: EnvironmentName) -> Callable[[], GymnasiumEnv]:
+    def load_maker(cls, name: EnvironmentName) -> Callable[[], GymnasiumEnv]:
         """Imports the package. Raises ConfigError if the package or the environment is missing."""
         gymnasium = import_package(name, "gymnasium", distribution="gymnasium")
         if name.place.startswith(FAMILIES):

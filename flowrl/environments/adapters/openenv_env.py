@@ -41,7 +41,7 @@ class OpenenvEnv(Env):
     cooperative = True
 
     @classmethod
-    def maker(cls, name: EnvironmentName) -> Callable[[], OpenenvEnv]:
+    def load_maker(cls, name: EnvironmentName) -> Callable[[], OpenenvEnv]:
         """Raises ConfigError if the address is invalid. The server is asked at `reset`, not here."""
         scheme, _, rest = name.place.partition("://")
         if scheme not in SCHEMES or not rest:

@@ -48,7 +48,7 @@ class OpenrlhfEnv(Env):
     """One question, asked by an agent's file."""
 
     @classmethod
-    def maker(cls, name: EnvironmentName) -> Callable[[], OpenrlhfEnv]:
+    def load_maker(cls, name: EnvironmentName) -> Callable[[], OpenrlhfEnv]:
         """Imports the file and reads the task. Raises ConfigError."""
         for module in MODULES:
             sys.modules[module] = ModuleType(module)

@@ -28,7 +28,7 @@ class ReasoningEnv(Env):
     """One problem."""
 
     @classmethod
-    def maker(cls, name: EnvironmentName) -> Callable[[], ReasoningEnv]:
+    def load_maker(cls, name: EnvironmentName) -> Callable[[], ReasoningEnv]:
         """Imports the package. Raises ConfigError if the package, the problem or an option does not exist."""
         cls(name)
         check_reasoning_task(reasoning_task(name))

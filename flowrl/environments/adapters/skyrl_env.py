@@ -27,7 +27,7 @@ class SkyrlEnv(Env):
     """One question."""
 
     @classmethod
-    def maker(cls, name: EnvironmentName) -> Callable[[], SkyrlEnv]:
+    def load_maker(cls, name: EnvironmentName) -> Callable[[], SkyrlEnv]:
         """Imports the package and reads the task. Raises ConfigError."""
         package = import_package(name, "skyrl_gym", distribution="skyrl-gym")
         known = list(import_package(name, "skyrl_gym.envs.registration", distribution="skyrl-gym").registry)

@@ -28,7 +28,7 @@ class TextarenaEnv(Env):
     """One game. `TextarenaGame` is the same for several seats."""
 
     @classmethod
-    def maker(cls, name: EnvironmentName) -> Callable[[], Env]:
+    def load_maker(cls, name: EnvironmentName) -> Callable[[], Env]:
         """Imports the package and the game. Raises ConfigError if one is missing, or the game does not take the
         options."""
         package = import_package(name, "textarena", distribution="textarena")

@@ -35,7 +35,7 @@ class VerifiersEnv(Env):
     """One rollout. In a resumed run, its calls get the same replies as before."""
 
     @classmethod
-    def maker(cls, name: EnvironmentName) -> Callable[[], VerifiersEnv]:
+    def load_maker(cls, name: EnvironmentName) -> Callable[[], VerifiersEnv]:
         """Load the environment with its examples, once for all episodes. Raises ConfigError."""
         # tqdm's progress bars start a thread, and a process with threads cannot fork the processes of episodes.
         import_package(name, "tqdm", distribution="tqdm").tqdm.monitor_interval = 0

@@ -89,30 +89,35 @@ def main(settings: dict[str, Any], source: str) -> None:
             os.set_inheritable(inherited, False)
     try:
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-        _be_ended_first()
+        # If the machine runs out of memory, the kernel ends sandboxes before anything else.
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
+            file.write("1000")
         if settings["namespaces"] and not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
             raise NotAllowed("the kernel does not list the children of a process (CONFIG_PROC_CHILDREN)")
         program = filter_program(platform.machine(), nested=settings["nested"])
         if settings["namespaces"]:
-            _enter_namespaces()
+            enter_namespaces()
         elif os.geteuid() == 0:
-            _become_nobody(_own_user(), settings)
+            become_nobody(find_own_user(), settings)
         child = os.fork()
         if child:
             if settings["namespaces"]:
-                _become(INNER)
-            _die_with(settings["parent"])
+                become_user(INNER)
+            # After the last change of the user, because such a change would clear the signal.
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != settings["parent"]:
+                os._exit(1)
     except (OSError, NotAllowed) as problem:
-        _refuse(control, problem)
+        refuse_start(control, problem)
     if child == 0:
         os.close(report)
-        _become_interpreter(settings, source, control, program)
+        become_interpreter(settings, source, control, program)
     control.close()
     most = None if settings["cgroup"] is not None else settings["total_bytes"]
-    _outlive(child, Watch(proc, child, settings), most, report)
+    outlive_interpreter(child, Watch(proc, child, settings), most, report)
 
 
-def _refuse(control: socket.socket, problem: Exception) -> None:
+def refuse_start(control: socket.socket, problem: Exception) -> None:
     with suppress(OSError):
         control.sendall(b"E" + str(problem).encode(errors="replace")[:2000])
     os._exit(1)
@@ -121,14 +126,14 @@ def _refuse(control: socket.socket, problem: Exception) -> None:
 # Namespaces
 
 
-def _enter_namespaces() -> None:
-    outer = _own_user() if os.geteuid() == 0 else os.geteuid()
+def enter_namespaces() -> None:
+    outer = find_own_user() if os.geteuid() == 0 else os.geteuid()
     outer_group = outer if os.geteuid() == 0 else os.getegid()
     read_end, write_end = os.pipe()
     helper = os.fork()
     if helper == 0:
         os.read(read_end, 1)
-        os._exit(_map_users(os.getppid(), outer, outer_group))
+        os._exit(map_users(os.getppid(), outer, outer_group))
     everything = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
     failed = libc.unshare(everything)
     error = ctypes.get_errno()
@@ -142,7 +147,7 @@ def _enter_namespaces() -> None:
         raise NotAllowed(f"mapping the user: {os.strerror(status)}")
 
 
-def _map_users(pid: int, user: int, group: int) -> int:
+def map_users(pid: int, user: int, group: int) -> int:
     """Write the mapping from outside the namespace, where root may give its child another user than its own. Returns 0,
     or an errno."""
     try:
@@ -158,66 +163,57 @@ def _map_users(pid: int, user: int, group: int) -> int:
     return 0
 
 
-def _build_root(settings: dict[str, Any]) -> None:
+def build_root(settings: dict[str, Any]) -> None:
     """Called by the first process of the new namespaces, because only it may mount a view of its processes.
 
     The trees are opened as the user that started the script, and mounted as the user that owns the new root."""
-    _mount(None, "/", None, MS_REC | MS_SLAVE, None)
-    trees = {path: _read_only_tree(path) for path in _outermost(settings["trees"])}
-    devices = {path: _tree(path) for path in DEVICES if os.path.exists(path)}
-    _become(INNER)
-    _mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1k,mode=755")
+    mount_at(None, "/", None, MS_REC | MS_SLAVE, None)
+    known = {path for path in (*settings["trees"], *SYSTEM) if os.path.exists(path) and not os.path.islink(path)}
+    outermost = [path for path in known if not any(path.startswith(f"{other.rstrip('/')}/") for other in known)]
+    trees = {path: copy_tree(path, read_only=True) for path in sorted(outermost)}
+    trees |= {path: copy_tree(path, read_only=False) for path in DEVICES if os.path.exists(path)}
+    become_user(INNER)
+    mount_at("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1k,mode=755")
     os.chdir(NEW_ROOT)
     for path in SYSTEM:
         if os.path.islink(path):
             os.symlink(os.readlink(path), f"{NEW_ROOT}{path}")
-    for path, tree in {**trees, **devices}.items():
-        _place(tree, path)
+    for path, tree in trees.items():
+        place_tree(tree, path)
     for path in (WORK, OLD_ROOT):
         os.mkdir(f"{NEW_ROOT}{path}")
     if not os.path.exists(f"{NEW_ROOT}/tmp"):
         os.symlink(WORK, f"{NEW_ROOT}/tmp")
     most = settings["disk_bytes"]
-    _mount("tmpfs", f"{NEW_ROOT}{WORK}", "tmpfs", MS_NOSUID | MS_NODEV, f"size={most},nr_inodes=4k,mode=700")
+    mount_at("tmpfs", f"{NEW_ROOT}{WORK}", "tmpfs", MS_NOSUID | MS_NODEV, f"size={most},nr_inodes=4k,mode=700")
     if settings["nested"]:  # a sandbox inside writes the mapping of its users there
         os.mkdir(f"{NEW_ROOT}/proc")
-        _mount("proc", f"{NEW_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
-    _checked("pivot_root", libc.pivot_root(NEW_ROOT.encode(), f"{NEW_ROOT}{OLD_ROOT}".encode()))
+        mount_at("proc", f"{NEW_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+    check_result("pivot_root", libc.pivot_root(NEW_ROOT.encode(), f"{NEW_ROOT}{OLD_ROOT}".encode()))
     os.chdir("/")
-    _checked("leaving the old root", libc.umount2(OLD_ROOT.encode(), MNT_DETACH))
+    check_result("leaving the old root", libc.umount2(OLD_ROOT.encode(), MNT_DETACH))
     root = os.open("/", os.O_PATH)
-    _set_attributes(root, MOUNT_ATTR_RDONLY, recursive=False)
+    set_attributes(root, MOUNT_ATTR_RDONLY, recursive=False)
     os.close(root)
     os.chdir(WORK)
 
 
-def _outermost(paths: list[str]) -> list[str]:
-    """Those of `paths` and SYSTEM that exist, are no links, and lie in none of the others."""
-    found = sorted({path for path in (*paths, *SYSTEM) if os.path.exists(path) and not os.path.islink(path)})
-    return [path for path in found if not any(path.startswith(f"{other.rstrip('/')}/") for other in found)]
-
-
-def _tree(path: str) -> int:
+def copy_tree(path: str, *, read_only: bool) -> int:
     """A copy of a mounted tree, to be mounted elsewhere."""
-    flags = OPEN_TREE_CLONE | AT_RECURSIVE | os.O_CLOEXEC
-    tree: int = libc.syscall(OPEN_TREE, AT_FDCWD, path.encode(), flags)
-    _checked(f"taking {path}", tree)
+    tree: int = libc.syscall(OPEN_TREE, AT_FDCWD, path.encode(), OPEN_TREE_CLONE | AT_RECURSIVE | os.O_CLOEXEC)
+    check_result(f"taking {path}", tree)
+    if read_only:
+        set_attributes(tree, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, recursive=True)
     return tree
 
 
-def _read_only_tree(path: str) -> int:
-    tree = _tree(path)
-    _set_attributes(tree, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, recursive=True)
-    return tree
-
-
-def _set_attributes(tree: int, attributes: int, *, recursive: bool) -> None:
+def set_attributes(tree: int, attributes: int, *, recursive: bool) -> None:
     wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
-    _checked("making it read-only", libc.syscall(MOUNT_SETATTR, tree, b"", flags, wanted, len(wanted)))
+    check_result("making it read-only", libc.syscall(MOUNT_SETATTR, tree, b"", flags, wanted, len(wanted)))
 
 
-def _place(tree: int, path: str) -> None:
+def place_tree(tree: int, path: str) -> None:
     target = f"{NEW_ROOT}{path}"
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.isdir(f"/proc/self/fd/{tree}"):
@@ -225,17 +221,17 @@ def _place(tree: int, path: str) -> None:
     else:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
     moved = libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)
-    _checked(f"placing {path}", moved)
+    check_result(f"placing {path}", moved)
     os.close(tree)
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None) -> None:
+def mount_at(source: str | None, target: str, kind: str | None, flags: int, data: str | None) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
     failed = libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
-    _checked(f"mounting {kind or 'what is there'} at {target}", failed)
+    check_result(f"mounting {kind or 'what is there'} at {target}", failed)
 
 
-def _checked(doing: str, result: int) -> None:
+def check_result(doing: str, result: int) -> None:
     if result < 0:
         raise NotAllowed(f"{doing}: {os.strerror(ctypes.get_errno())}")
 
@@ -243,21 +239,14 @@ def _checked(doing: str, result: int) -> None:
 # Both kinds
 
 
-def _become(user: int) -> None:
+def become_user(user: int) -> None:
     with suppress(PermissionError):  # a user namespace does not allow choosing supplementary groups
         os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
-def _die_with(parent: int) -> None:
-    """Called after the last change of the user, because such a change would clear the signal."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _own_user() -> int:
+def find_own_user() -> int:
     """The id of this sandbox's user and group; that of `nobody` if a container has no such id."""
     own = FIRST_USER + os.getpid()
     for map_file in ("/proc/self/uid_map", "/proc/self/gid_map"):
@@ -268,7 +257,7 @@ def _own_user() -> int:
     return own
 
 
-def _become_nobody(user: int, settings: dict[str, Any]) -> None:
+def become_nobody(user: int, settings: dict[str, Any]) -> None:
     """Become `user`. Python is often in root's home, which other users may not read: then the right to read everything
     is kept."""
     python = settings["python"]
@@ -277,7 +266,7 @@ def _become_nobody(user: int, settings: dict[str, Any]) -> None:
     readable = os.access(python, os.X_OK, effective_ids=True)
     os.seteuid(0)
     libc.prctl(PR_SET_KEEPCAPS, 0 if readable else 1, 0, 0, 0)
-    _become(user)
+    become_user(user)
     if not readable:
         bit = 1 << CAP_DAC_READ_SEARCH
         wanted = struct.pack("6I", bit, bit, bit, 0, 0, 0)
@@ -287,47 +276,39 @@ def _become_nobody(user: int, settings: dict[str, Any]) -> None:
             raise NotAllowed(f"the user without rights that runs the code if root starts flowrl cannot read {python}")
 
 
-def _be_ended_first() -> None:
-    """If the machine runs out of memory, the kernel ends sandboxes before anything else."""
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
-        file.write("1000")
-
-
-def _become_interpreter(settings: dict[str, Any], source: str, control: socket.socket, program: bytes) -> None:
+def become_interpreter(settings: dict[str, Any], source: str, control: socket.socket, program: bytes) -> None:
     try:
         if settings["cgroup"] is not None:
             os.write(settings["cgroup"], b"0")  # this process
             os.close(settings["cgroup"])
         if settings["namespaces"]:
-            _build_root(settings)
+            build_root(settings)
         os.setsid()
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if not settings["namespaces"]:
-            _enter(settings["work"])
+            try:
+                os.chdir(settings["work"])
+            except PermissionError:
+                where = os.path.dirname(settings["work"])
+                wrong = f"{where} is closed to the user without rights that runs the code if root starts flowrl"
+                raise NotAllowed(f"{wrong}; set TMPDIR to a directory that all may pass through") from None
         for name, most in settings["limits"].items():
             resource.setrlimit(getattr(resource, name), (most, most))
         control.set_inheritable(True)
-        _set_filter(program)
+        set_filter(program)
         command = (settings["python"], "-P", "-s", "-B", "-c", source, str(control.fileno()), settings["interpreter"])
         os.execve(settings["python"], command, settings["environment"])
     except NotAllowed as problem:
-        _refuse(control, problem)
+        refuse_start(control, problem)
     except OSError as problem:
-        _refuse(control, OSError(f"starting {settings['python']}: {problem.strerror} {problem.filename or ''}".strip()))
+        refuse_start(
+            control, OSError(f"starting {settings['python']}: {problem.strerror} {problem.filename or ''}".strip())
+        )
 
 
-def _enter(work: str) -> None:
-    try:
-        os.chdir(work)
-    except PermissionError:
-        where = os.path.dirname(work)
-        wrong = f"{where} is closed to the user without rights that runs the code if root starts flowrl"
-        raise NotAllowed(f"{wrong}; set TMPDIR to a directory that all may pass through") from None
-
-
-def _outlive(child: int, watch: Watch, most: int | None, report: int) -> None:
+def outlive_interpreter(child: int, watch: Watch, most: int | None, report: int) -> None:
     """Wait for the interpreter, and exit with its status. A pid namespace is empty once its first process is reaped.
 
     If the sandbox holds more than `most` bytes, end it, and report how much that was.
@@ -377,105 +358,106 @@ class Watch:
         several processes add up to too much while some of them end, so that sum counts only if no process has begun or
         ended meanwhile; if there is no such moment, the smallest of several sums counts.
         """
-        files, sums = self._files_bytes(), []
+        files, sums = 0, list[int]()
+        if self._several:  # the working directory's file system holds open files without a name, too
+            with suppress(FileNotFoundError):  # not mounted yet
+                found = os.statvfs(WORK)
+                files = (found.f_blocks - found.f_bfree) * found.f_frsize
         for _ in range(LOOKS):
             try:
-                for look in (self._reserved, self._mapped, self._shared_fairly):
-                    pids = self._pids()
-                    held = files + sum(self._of_mounts(pids).values()) + look(pids)
+                for look in ("reserved", "mapped", "shared fairly"):
+                    pids = self._list_pids()
+                    held = files + sum(self._mounted_bytes(pids).values()) + self._held_bytes(pids, look)
                     if held <= most:
                         return held
                 sums.append(held)
-                if len(sums) == SUMS or (self._pids() == pids and all(self._status(pid, "VmSize") for pid in pids)):
+                if len(sums) == SUMS:
+                    return min(sums)
+                if self._list_pids() == pids and all(self._read_status(pid, "VmSize") for pid in pids):
                     return min(sums)
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 if not self._is_alive():
                     return 0
         return min(sums, default=sys.maxsize)
 
-    def _reserved(self, pids: list[int]) -> int:
-        """All that the processes have reserved, and all that their descriptors may hold."""
-        descriptors = len(self._threads) * self._num_files
-        return sum(self._status(pid, "VmSize", "VmPTE") for pid in pids) + descriptors * SOCKET_BYTES
+    def _held_bytes(self, pids: list[int], look: str) -> int:
+        """What the processes hold themselves, and in sockets, pipes and shared memory.
 
-    def _mapped(self, pids: list[int]) -> int:
-        """Their own memory, what they may share with its full size, and their sockets and pipes."""
-        own = sum(self._status(pid, "RssAnon", "VmSwap", "VmPTE") for pid in pids)
-        return own + self._nameless(pids) + self._buffers()
+        reserved: all that they have reserved, and all that their descriptors may hold. mapped: their own memory, what
+        they may share with its full size. shared fairly: the same, with memory that a fork has left to several
+        processes counted once.
+        """
+        if look == "reserved":
+            descriptors = len(self._threads) * self._num_files
+            return sum(self._read_status(pid, "VmSize", "VmPTE") for pid in pids) + descriptors * SOCKET_BYTES
+        own = 0
+        for pid in pids:
+            if look == "mapped":
+                own += self._read_status(pid, "RssAnon", "VmSwap", "VmPTE")
+            else:
+                own += sum_fields(self._read_living(pid, "smaps_rollup"), "Pss_Anon", "SwapPss")
+                own += self._read_status(pid, "VmPTE")
+        return own + self._nameless_bytes(pids) + self._buffer_bytes()
 
-    def _shared_fairly(self, pids: list[int]) -> int:
-        """The same, with memory that a fork has left to several processes counted once."""
-        own = sum(_kilobytes(self._of_living(pid, "smaps_rollup"), "Pss_Anon", "SwapPss") for pid in pids)
-        return own + sum(self._status(pid, "VmPTE") for pid in pids) + self._nameless(pids) + self._buffers()
-
-    def _pids(self) -> list[int]:
+    def _list_pids(self) -> list[int]:
         """A living thread of each process that has memory of its own; `self._threads` are all of them."""
         found, self._threads = [], []
         processes, borrowed = [self._first], set()
         for pid in processes:
             living = 0
-            for task in self._list(f"{pid}/task"):
-                state = self._state(f"{pid}/task/{task}")
+            for task in self._list_folder(f"{pid}/task"):
+                state = self._read_state(f"{pid}/task/{task}")
                 if state in "ZX":  # a first thread may have ended before the others
                     continue
                 living = living or int(task)
                 self._threads.append(int(task))
                 if self._several:
-                    children = [int(child) for child in self._read(f"{pid}/task/{task}/children").split()]
+                    children = [int(child) for child in self._read_file(f"{pid}/task/{task}/children").split()]
                     processes += children
                     if state == "D":  # in `vfork`, perhaps
-                        borrowed.add(self._borrower(pid, children))
+                        borrowed.add(self._find_borrower(pid, children))
             if living and pid not in borrowed:
                 found.append(living)
         return found
 
-    def _borrower(self, pid: int, children: list[int]) -> int | None:
+    def _find_borrower(self, pid: int, children: list[int]) -> int | None:
         """The child that still has its parent's memory, which must not count twice: one at most, for `vfork` waits."""
-        size = self._status(pid, "VmSize")
-        return next((child for child in reversed(children) if self._status(child, "VmSize") == size), None)
+        size = self._read_status(pid, "VmSize")
+        return next((child for child in reversed(children) if self._read_status(child, "VmSize") == size), None)
 
-    def _state(self, task: str) -> str:
-        return self._read(f"{task}/stat").rpartition(")")[2].split()[0]
+    def _read_state(self, task: str) -> str:
+        return self._read_file(f"{task}/stat").rpartition(")")[2].split()[0]
 
     def _is_alive(self) -> bool:
         try:
-            return any(
-                self._state(f"{self._first}/task/{one}") not in "ZX" for one in self._list(f"{self._first}/task")
-            )
+            tasks = [f"{self._first}/task/{one}" for one in self._list_folder(f"{self._first}/task")]
+            return any(self._read_state(task) not in "ZX" for task in tasks)
         except OSError:
             return False
 
-    def _files_bytes(self) -> int:
-        """What the working directory's file system holds, open files without a name included."""
-        if not self._several:
-            return 0
-        try:
-            found = os.statvfs(WORK)
-        except FileNotFoundError:  # not mounted yet
-            return 0
-        return (found.f_blocks - found.f_bfree) * found.f_frsize
-
-    def _of_mounts(self, pids: list[int]) -> dict[str, int]:
+    def _mounted_bytes(self, pids: list[int]) -> dict[str, int]:
         """Device -> bytes of the file systems in memory that the code has mounted in namespaces of its own."""
         held: dict[str, int] = {}
         mine = os.readlink("self/ns/mnt", dir_fd=self._proc) if self._nested else ""
         for pid in pids if self._nested else ():
             if os.readlink(f"{pid}/ns/mnt", dir_fd=self._proc) == mine:
                 continue
-            for line in self._read(f"{pid}/mountinfo").splitlines():
+            for line in self._read_file(f"{pid}/mountinfo").splitlines():
                 fields, kind = line.split(), line.partition(" - ")[2].split()[0]
                 if kind in ("tmpfs", "ramfs") and fields[2] not in held:
-                    at = os.open(f"{pid}/root{_unescaped(fields[4])}", os.O_PATH, dir_fd=self._proc)
+                    # mountinfo writes the blanks of a path as octal numbers
+                    path = fields[4].encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
+                    at = os.open(f"{pid}/root{path}", os.O_PATH, dir_fd=self._proc)
                     found = os.fstatvfs(at)
                     os.close(at)
                     held[fields[2]] = (found.f_blocks - found.f_bfree) * found.f_frsize
         return held
 
-    def _nameless(self, pids: list[int]) -> int:
+    def _nameless_bytes(self, pids: list[int]) -> int:
         """Shared memory without a file: its pages stay although no process may have them mapped at the moment."""
         largest: dict[str, int] = {}
         for pid in pids:
-            for line in self._of_living(pid, "maps").splitlines():
+            for line in self._read_living(pid, "maps").splitlines():
                 fields = line.split(maxsplit=5)
                 if len(fields) == 6 and fields[1].endswith("s") and fields[5].startswith(NAMELESS):
                     first, last = (int(text, 16) for text in fields[0].split("-"))
@@ -483,50 +465,45 @@ class Watch:
                     largest[fields[4]] = max(size, largest.get(fields[4], 0))
         return sum(largest.values())
 
-    def _buffers(self) -> int:
+    def _buffer_bytes(self) -> int:
         """What sockets and pipes may hold; a thread may have descriptors of its own."""
         links = set()
         for pid in self._threads:
-            for number in self._of_living(pid, "fd", self._list):
+            for number in self._read_living(pid, "fd", self._list_folder):
                 with suppress(FileNotFoundError):  # closed meanwhile; the process itself is read in other ways
                     links.add(os.readlink(f"{pid}/fd/{number}", dir_fd=self._proc))
         sockets, pipes = (sum(link.startswith(kind) for link in links) for kind in ("socket:", "pipe:"))
         return sockets * SOCKET_BYTES + pipes * PIPE_BYTES
 
-    def _status(self, pid: int, *names: str) -> int:
-        return _kilobytes(self._read(f"{pid}/status"), *names)
+    def _read_status(self, pid: int, *names: str) -> int:
+        return sum_fields(self._read_file(f"{pid}/status"), *names)
 
-    def _of_living(self, pid: int, name: str, read: Any = None) -> Any:
+    def _read_living(self, pid: int, name: str, read: Any = None) -> Any:
         """A file or folder of a process; empty if the process is ending, has no memory any more, and may not be
         read."""
         try:
-            return (read or self._read)(f"{pid}/{name}")
+            return (read or self._read_file)(f"{pid}/{name}")
         except (ProcessLookupError, PermissionError):
-            if self._status(pid, "VmSize"):
+            if self._read_status(pid, "VmSize"):
                 raise
             return ""
 
-    def _list(self, path: str) -> list[str]:
+    def _list_folder(self, path: str) -> list[str]:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
         try:
             return os.listdir(folder)
         finally:
             os.close(folder)
 
-    def _read(self, path: str) -> str:
+    def _read_file(self, path: str) -> str:
         with open(os.open(path, os.O_RDONLY, dir_fd=self._proc), encoding="utf-8", errors="replace") as file:
             return file.read()
 
 
-def _kilobytes(text: str, *names: str) -> int:
+def sum_fields(text: str, *names: str) -> int:
     """The sum of these fields, in bytes; those that are missing are 0."""
     lines = (line.partition(":") for line in text.splitlines())
     return sum(int(value.split()[0]) << 10 for name, _, value in lines if name in names)
-
-
-def _unescaped(text: str) -> str:
-    """A path as mountinfo writes it, with blanks as octal numbers."""
-    return text.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
 
 
 # The filter of system calls
@@ -648,12 +625,12 @@ def filter_program(machine: str, *, nested: bool) -> bytes:
     # glibc takes `clone` instead, whose flags a filter can see
     steps += [(JUMP_IF_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
     if not nested:
-        steps += _refuse_where(CLONE[column], 0, JUMP_IF_BITS, (NEW_NAMESPACES,))
+        steps += refuse_where(CLONE[column], 0, JUMP_IF_BITS, (NEW_NAMESPACES,))
     # without these, what the code holds can be seen, and it ends with this script
-    steps += _refuse_where(PRCTL[column], 0, JUMP_IF_EQUAL, (PR_SET_DUMPABLE, PR_SET_MM, PR_SET_PDEATHSIG))
-    steps += _refuse_where(FCNTL[column], 1, JUMP_IF_EQUAL, (F_SETPIPE_SZ,))
-    steps += _refuse_where(MMAP[column], 3, JUMP_IF_BITS, (MAP_HUGETLB,))
-    steps += _refuse_where(SETSOCKOPT[column], 2, JUMP_IF_EQUAL, (SO_SNDBUF, SO_RCVBUF))
+    steps += refuse_where(PRCTL[column], 0, JUMP_IF_EQUAL, (PR_SET_DUMPABLE, PR_SET_MM, PR_SET_PDEATHSIG))
+    steps += refuse_where(FCNTL[column], 1, JUMP_IF_EQUAL, (F_SETPIPE_SZ,))
+    steps += refuse_where(MMAP[column], 3, JUMP_IF_BITS, (MAP_HUGETLB,))
+    steps += refuse_where(SETSOCKOPT[column], 2, JUMP_IF_EQUAL, (SO_SNDBUF, SO_RCVBUF))
     known = [(JUMP_IF_EQUAL, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)]
     steps += [
         (JUMP_IF_EQUAL, 0, len(known) + 3, SOCKET[column]),
@@ -665,7 +642,7 @@ def filter_program(machine: str, *, nested: bool) -> bytes:
     return b"".join(struct.pack("HBBI", *step) for step in (*steps, (RETURN, 0, 0, ALLOW)))
 
 
-def _refuse_where(number: int, argument: int, test: int, values: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+def refuse_where(number: int, argument: int, test: int, values: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     """Refuse the system call of this number if one of its arguments equals one of the values, or has one of its bits.
     The call's number is loaded before and after."""
     tests = [(test, len(values) - 1 - place, 0, value) for place, value in enumerate(values)]
@@ -679,7 +656,7 @@ def _refuse_where(number: int, argument: int, test: int, values: tuple[int, ...]
     ]
 
 
-def _set_filter(program: bytes) -> None:
+def set_filter(program: bytes) -> None:
     """From now on, for this process and all that it starts; no process can take it off again."""
 
     class Program(ctypes.Structure):
@@ -687,7 +664,7 @@ def _set_filter(program: bytes) -> None:
 
     found = Program(len(program) // 8, program)
     set_ = libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(found), 0, 0)
-    _checked("setting the filter of system calls (seccomp)", set_)
+    check_result("setting the filter of system calls (seccomp)", set_)
 
 
 if __name__ == "__main__":
