@@ -15,7 +15,7 @@ from flowrl.agents.programs import ProgramName
 from flowrl.environments import Action, environment_rows
 from flowrl.environments.adapters.verifiers_env import VerifiersEnv
 from flowrl.environments.environment_class import find_environment
-from flowrl.episode import Episode, Reply, Turn
+from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Environment, Limits
 from flowrl.nodes.sources.row_source import prompt_fields
