@@ -121,22 +121,15 @@ def retry_after_s(header: str | None) -> float:
     return max(0.0, (until - datetime.now(UTC)).total_seconds())
 
 
-def _report_to_nobody(text: str) -> None: ...
-
-
-def _not_outside(what: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Patience:
     """How long to wait for servers that cannot be reached, and how the wait is reported."""
 
     away_s: float = AWAY_S
     """0: a request that reaches no server fails after its tries, like any other."""
-    outside: Callable[[str], AbstractContextManager[None]] = _not_outside
+    outside: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
     """Entered by every request that waits for an answer while no server can be reached; like `context.outside`."""
-    report: Callable[[str], None] = _report_to_nobody
+    report: Callable[[str], None] = lambda text: None
     """Called with one line when the last server has gone away, and with another when a server is back."""
 
 
@@ -168,11 +161,8 @@ class Outage:
 
     def __post_init__(self) -> None:
         self._servers = {url: _Server() for url in self.urls}
-
-    @property
-    def what(self) -> str:
+        self.what = f"the reward server {', '.join(self.urls)}"
         """What is waited for."""
-        return f"the reward server {', '.join(self.urls)}"
 
     def next_change(self) -> asyncio.Future[None]:
         """Done when `since` becomes None, or stops being None."""

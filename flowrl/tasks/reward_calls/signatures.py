@@ -213,92 +213,73 @@ class Adapted:
     """Columns of which a row needs at least one."""
 
 
-def adapt_function(function: Callable[..., Any], convention: Convention) -> Adapted:
-    """`function`, of a foreign convention, with our signature."""
-    parameters = inspect.signature(function).parameters
-    needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in STARRED}
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    keep = frozenset(parameters)
-    if convention == "verl":
-        truths = frozenset({"reward_model", *TRUTHS}) if "ground_truth" in needed else frozenset()
-        return Adapted(_call_as_verl(function, keep, takes_all), True, None, frozenset(needed - VERL), truths)
-    if convention == "openrlhf":
-        return Adapted(_call_as_openrlhf(function, keep, takes_all), False, None, frozenset(needed - OPENRLHF))
-    if convention == "pairwise":
-        return Adapted(
-            _call_as_comparison(function, keep, takes_all), False, None, frozenset(needed - PAIRWISE) | {SECOND}
-        )
-    return Adapted(_call_as_trl(function, keep, takes_all), False, None, frozenset(needed - TRL))
-
-
 STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-OPENRLHF = frozenset({"queries", "prompts", "labels"})
-TRL = frozenset({"prompts", "completions"})
-PAIRWISE = frozenset({"prompts", "firsts", "seconds"})
-VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+GIVEN: Mapping[Convention, frozenset[str]] = {
+    "openrlhf": frozenset({"queries", "prompts", "labels"}),
+    "trl": frozenset({"prompts", "completions"}),
+    "pairwise": frozenset({"prompts", "firsts", "seconds"}),
+    "verl": frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
+}
+"""Convention -> what it passes besides columns of the row."""
 ForeignCall = Callable[..., Any]
 
 
-def _call_as_openrlhf(function: ForeignCall, keep: frozenset[str], takes_all: bool) -> ForeignCall:
-    def call(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Any:
-        queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        rows = [{name: values[index] for name, values in columns.items()} for index in range(len(prompts))]
-        given = {"queries": queries, "prompts": list(prompts), "labels": [label_of(row) for row in rows]}
-        others = {name: values for name, values in columns.items() if name not in (*given, ROW)}
-        return _read_when_done(
-            function(**_choose_arguments(given | others, keep, takes_all)),
-            lambda answer: openrlhf_answer(answer, len(prompts)),
-        )
+def adapt_function(function: ForeignCall, convention: Convention) -> Adapted:
+    """`function`, of a foreign convention, with our signature."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
-    return _async_like(call, function)
+    def call(prompts: Any, responses: Any, /, **columns: Any) -> Any:
+        """With lists of samples, or for verl with one sample."""
+        given = foreign_arguments(convention, prompts, responses, columns)
+        chosen = {name: value for name, value in given.items() if takes_all or name in parameters}
+        return _read_when_done(function(**chosen), lambda answer: foreign_answer(convention, answer, len(prompts)))
 
-
-def _call_as_trl(function: ForeignCall, keep: frozenset[str], takes_all: bool) -> ForeignCall:
-    """Rows of messages get messages, as the dataset has them; others get text, without the chat template."""
-
-    def call(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Any:
-        rows = columns.pop(ROW, None) or [None] * len(prompts)
-        asked: list[Any] = []
-        completions: list[Any] = []
-        for prompt, response, row in zip(prompts, responses, rows, strict=True):
-            if row is not None and row["messages"]:
-                asked.append([dict(turn) for turn in row["turns"]])
-                completions.append([{"role": "assistant", "content": response}])
-            else:
-                asked.append(prompt if row is None else row["turns"][-1]["content"])
-                completions.append(response)
-        given = {"prompts": asked, "completions": completions}
-        return _read_when_done(function(**_choose_arguments(columns | given, keep, takes_all)), _read_trl_answer)
-
-    return _async_like(call, function)
+    needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in STARRED}
+    required = frozenset(needed - GIVEN[convention])
+    truths: frozenset[str] = frozenset()
+    if convention == "verl" and "ground_truth" in needed:
+        truths = frozenset({"reward_model", *TRUTHS})
+    if convention == "pairwise":
+        required |= {SECOND}
+    return Adapted(_async_like(call, function), convention == "verl", None, required, truths)
 
 
-def _call_as_comparison(function: ForeignCall, keep: frozenset[str], takes_all: bool) -> ForeignCall:
-    def call(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Any:
-        seconds = columns.pop(SECOND)
-        given = {"prompts": list(prompts), "firsts": list(responses), "seconds": list(seconds)}
-        return _read_when_done(function(**_choose_arguments(columns | given, keep, takes_all)), _as_list)
-
-    return _async_like(call, function)
-
-
-def _call_as_verl(function: ForeignCall, keep: frozenset[str], takes_all: bool) -> ForeignCall:
-    def call(prompt: str, response: str, /, **columns: Any) -> Any:
+def foreign_arguments(convention: Convention, prompts: Any, responses: Any, columns: dict[str, Any]) -> dict[str, Any]:
+    """What a function of a foreign convention is called with, if it takes all of it."""
+    if convention == "verl":  # one sample
         row = columns.pop(ROW, None) or {}
         style = columns.get("reward_model")  # verl's data have the right answer in this column
         if isinstance(style, Mapping) and "ground_truth" in style:
             truth = style["ground_truth"]
         else:
             truth = next((columns[name] for name in TRUTHS if columns.get(name) is not None), None)
-        given = {
+        return {
             "data_source": columns.get("data_source", row.get("task", "")),
-            "solution_str": response,
+            "solution_str": responses,
             "ground_truth": truth,
             "extra_info": columns.get("extra_info", columns),
         }
-        return _read_when_done(function(**_choose_arguments(given, keep, takes_all)), _read_verl_answer)
+    if convention == "pairwise":
+        seconds = columns.pop(SECOND)
+        return columns | {"prompts": list(prompts), "firsts": list(responses), "seconds": list(seconds)}
+    if convention == "openrlhf":
+        queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        rows = [{name: values[index] for name, values in columns.items()} for index in range(len(prompts))]
+        given = {"queries": queries, "prompts": list(prompts), "labels": [label_of(row) for row in rows]}
+        return given | {name: values for name, values in columns.items() if name not in (*given, ROW)}
 
-    return _async_like(call, function)
+    # TRL: rows of messages get messages, as the dataset has them; others get text, without the chat template.
+    asked: list[Any] = []
+    completions: list[Any] = []
+    for prompt, response, row in zip(prompts, responses, columns.pop(ROW, None) or [None] * len(prompts), strict=True):
+        if row is not None and row["messages"]:
+            asked.append([dict(turn) for turn in row["turns"]])
+            completions.append([{"role": "assistant", "content": response}])
+        else:
+            asked.append(prompt if row is None else row["turns"][-1]["content"])
+            completions.append(response)
+    return columns | {"prompts": asked, "completions": completions}
 
 
 def by_position(function: ForeignCall, first: Sequence[inspect.Parameter]) -> ForeignCall:
@@ -334,10 +315,6 @@ def _read_when_done(answer: Any, read: Callable[[Any], Any]) -> Any:
     return wait()
 
 
-def _choose_arguments(given: Mapping[str, Any], keep: frozenset[str], takes_all: bool) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if takes_all or name in keep}
-
-
 # Their arguments
 
 
@@ -366,21 +343,21 @@ def openrlhf_answer(answer: Any, number: int) -> Any:
     return found | {"logs": {name: values * number if len(values) == 1 else values for name, values in every.items()}}
 
 
-def _read_trl_answer(answer: Any) -> Any:
-    """A completion for which the function returned None gets 0, as in TRL's sum, and is counted in the logs."""
+def foreign_answer(convention: Convention, answer: Any, number: int) -> Any:
+    """What a function of ours would have returned for `number` samples."""
+    if convention == "openrlhf":
+        return openrlhf_answer(answer, number)
+    if convention == "verl":
+        if not isinstance(answer, Mapping) or "score" not in answer:
+            return answer  # our check of answers names the keys that it has
+        logs = {str(name): number_in(value) for name, value in answer.items() if name != "score"}
+        return {"reward": answer["score"], "logs": {key: value for key, value in logs.items() if value is not None}}
     values = _as_list(answer)
-    if not isinstance(values, list) or not any(value is None for value in values):
+    if convention == "pairwise" or not isinstance(values, list) or not any(value is None for value in values):
         return values
+    # A completion for which the function returned None gets 0, as in TRL's sum, and is counted in the logs.
     rewards = [0.0 if value is None else value for value in values]
     return {"rewards": rewards, "logs": {"not_applicable": [float(value is None) for value in values]}}
-
-
-def _read_verl_answer(answer: Any) -> Any:
-    """If the answer is a dict, its `score` is the reward, and its other numbers are logged."""
-    if not isinstance(answer, Mapping) or "score" not in answer:
-        return answer  # our check of answers names the keys that it has
-    logs = {str(name): number_in(value) for name, value in answer.items() if name != "score"}
-    return {"reward": answer["score"], "logs": {k: value for k, value in logs.items() if value is not None}}
 
 
 def _as_list(values: Any) -> Any:

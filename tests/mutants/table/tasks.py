@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         name="openrlhf_queries_lack_the_response",
         fault="OpenRLHF's queries are prompts alone",
-        function="_call_as_openrlhf.call",
+        function="foreign_arguments",
         before="queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]",
         after="queries = [prompt + response[:0] for prompt, response in zip(prompts, responses, strict=True)]",
         test="tests/tasks/test_rewards_conventions.py::test_openrlhf_gets_queries_prompts_and_labels_at_once",
