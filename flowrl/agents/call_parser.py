@@ -242,7 +242,7 @@ class ReplyParser:
             message[self._reasoning_key] = parts.reasoning
         if calls:
             message["tool_calls"] = calls
-        return ParsedReply(message, is_sendable(malformed) if tools else "")
+        return ParsedReply(message, replace_surrogates(malformed) if tools else "")
 
     def _decode_ids(self, ids: Ids) -> str:
         listed = [int(one) for one in ids]
@@ -279,10 +279,10 @@ def form_call(call: Any, sampled: SampledText, index: int) -> dict[str, Any]:
         raise UnreadableReply(f"the arguments of {name[:60]} are a {type(known).__name__}; they need an object")
     if nesting_depth(known) > MOST_NESTED:
         raise UnreadableReply(f"the arguments of {name[:60]} are nested deeper than {MOST_NESTED}")
-    formed = {"name": is_sendable(name), "arguments": is_sendable(json.dumps(known, ensure_ascii=False))}
+    formed = {"name": replace_surrogates(name), "arguments": replace_surrogates(json.dumps(known, ensure_ascii=False))}
     own = call.get("id")
     if isinstance(own, str) and own and own in sampled.whole:
-        own = is_sendable(own)
+        own = replace_surrogates(own)
     else:  # vLLM's parsers make up a random id if the text has none; a hash is the same each time
         place = f"{index}/{len(sampled.context)}/{sampled.context}{sampled.whole}"
         own = hashlib.blake2b(place.encode("utf-8", "replace"), digest_size=8).hexdigest()[:ID_LENGTH]
@@ -294,7 +294,7 @@ def nesting_depth(value: Any) -> int:
     return 1 + max(map(nesting_depth, inner), default=0)
 
 
-def is_sendable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """`text` with lone surrogates replaced, which a policy can write as escapes in JSON."""
     return text.encode("utf-8", "replace").decode()
 

@@ -13,7 +13,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -79,6 +78,7 @@ class ChatTemplate:
         self._boundaries: dict[tuple[str, bool], Boundary] = {}
         self._in_parts = False
         self._json_arguments = False
+        self._mark_ids = self.render_ids(MARK)
         try:
             self.boundary_before("user")
         except ConfigError as problem:
@@ -108,10 +108,6 @@ class ChatTemplate:
         if self._bound is not None:
             self._bound.check_text(text)
         return token_ids(self.tokenizer, text)
-
-    @cached_property
-    def _mark_ids(self) -> Int32:
-        return self.render_ids(MARK)
 
     def ids_after_reply(self, text: str) -> Int32:
         """The ids of text that follows a reply. Raises ConfigError if a token would span the boundary."""

@@ -140,33 +140,24 @@ class Conversation:
             return (*branch, Span(ids, self.template.decode(ids)))
         text = self.template.render_text(self.messages)
         current = "".join(span.text for span in branch)
-        if not text.startswith(current):
-            return self._rewrite_history(text)
-        rest = text[len(current) :]
-        return (*branch, Span(self.template.ids_after_reply(rest), rest))
+        if text.startswith(current):
+            rest = text[len(current) :]
+            return (*branch, Span(self.template.ids_after_reply(rest), rest))
 
-    def _rewrite_history(self, text: str) -> tuple[Span, ...]:
-        """The spans of a rendering that differs from the previous context; replies that the rendering keeps also keep
-        their ids."""
+        # The template rewrites the history: replies that the rendering keeps also keep their ids.
+        closing = self.template.decode(self.template.boundary_before("user").token_ids[:1])
         spans: list[Span] = []
         end = 0
         starts = self.template.marked_starts(self.messages, [*self._replies], text)
         for reply, start in zip(self._replies.values(), starts, strict=True):
-            kept = self._kept_span(reply, text, start)
-            if kept is not None and start >= end:
-                spans += [self._fed_span(text[end:start], first=not spans), kept]
-                end = start + len(kept.text)
+            for ids in (reply.token_ids, self.template.content_ids(reply.token_ids)):  # with its end, or without
+                shown = self.template.decode(ids)
+                follows = "" if self.template.is_ended(ids) else closing
+                if start >= end and text.startswith(shown + follows, start):
+                    spans += [self._fed_span(text[end:start], first=not spans), Span(ids, shown)]
+                    end = start + len(shown)
+                    break
         return (*spans, self._fed_span(text[end:], first=not spans))
-
-    def _kept_span(self, span: Span, text: str, start: int) -> Span | None:
-        """The reply as context, with its end or without, if the template shows exactly that at `start`."""
-        closing = self.template.boundary_before("user").token_ids
-        for ids in (span.token_ids, self.template.content_ids(span.token_ids)):
-            shown = self.template.decode(ids)
-            follows = "" if self.template.is_ended(ids) else self.template.decode(closing[:1])
-            if start >= 0 and text.startswith(shown + follows, start):
-                return Span(ids, shown)
-        return None
 
     def _fed_span(self, text: str, *, first: bool) -> Span:
         return Span(self.template.render_ids(text) if first else self.template.ids_after_reply(text), text)

@@ -79,18 +79,19 @@ def main() -> None:
     die_with_parent()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as outbox:
         os.dup2(2, 1)  # for what libraries print
-        print(json.dumps(answer_request(json.load(sys.stdin))), file=outbox)
-
-
-def answer_request(asked: dict[str, Any]) -> dict[str, Any]:
-    try:
-        tokenizer = known_tokenizer(asked_policy(asked["model"], **asked["options"]))
-        if "names" in asked:
-            return {"reading": [name for name in asked["names"] if parser_reads(name, tokenizer, asked["tools"])]}
-        named = asked["named"]
-        return asdict(examine(tokenizer, asked["tools"], reply_parser(tokenizer, **named), named=list_words(named)))
-    except ConfigError as problem:
-        return {"refused": str(problem)}
+        asked = json.load(sys.stdin)
+        try:
+            tokenizer = known_tokenizer(asked_policy(asked["model"], **asked["options"]))
+            if "names" in asked:
+                read = [name for name in asked["names"] if parser_reads(name, tokenizer, asked["tools"])]
+                answer: dict[str, Any] = {"reading": read}
+            else:
+                named = asked["named"]
+                parser = reply_parser(tokenizer, **named)
+                answer = asdict(examine(tokenizer, asked["tools"], parser, named=list_words(named)))
+        except ConfigError as problem:
+            answer = {"refused": str(problem)}
+        print(json.dumps(answer), file=outbox)
 
 
 def asked_policy(model: str, *, tokenizer: dict[str, Any], **options: Any) -> Policy:

@@ -116,8 +116,8 @@ class AgentResult:
     def of(cls, returned: object) -> AgentResult:
         """The result for a number, a mapping or None. Raises TypeError for all else, and for what is not finite."""
         if not isinstance(returned, Mapping):
-            return cls(None if returned is None else _finite("", returned))
-        numbers = {str(name): _finite(f"{name}=", value) for name, value in returned.items() if value is not None}
+            return cls(None if returned is None else check_finite("", returned))
+        numbers = {str(name): check_finite(f"{name}=", value) for name, value in returned.items() if value is not None}
         return cls(numbers.pop("reward", None), numbers)
 
     @classmethod
@@ -140,7 +140,7 @@ class AgentResult:
         return json.dumps({"reward": self.reward, "metrics": dict(self.metrics)})
 
 
-def _finite(what: str, value: object) -> float:
+def check_finite(what: str, value: object) -> float:
     number = number_in(value)
     if number is None or not math.isfinite(number):
         raise TypeError(f"the agent returned {what}{str(value)[:80]!r}; {NEEDED}")

@@ -330,3 +330,10 @@ def read_step(found: Any) -> Step:
         return Step(**{**found, "observation": observation})
     except TypeError:
         raise MalformedValue("the process answered with what is no Step") from None
+
+
+def read_state(found: Any) -> bytes | None:
+    """A saved state. Raises MalformedValue."""
+    if found is not None and not isinstance(found, bytes):
+        raise MalformedValue("the process answered with a state that is not bytes")
+    return found

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentRow
@@ -22,6 +22,7 @@ from flowrl.environments.protocol import (
     Step,
     as_plain,
     read_observations,
+    read_state,
     read_step,
 )
 from flowrl.errors import ConfigError
@@ -57,8 +58,11 @@ class EpisodeProcess:
         if self.num_begun > 1:
             self._output.forget_output()
 
-    async def ask_process(self, request: dict[str, Any], limit_s: float, doing: str) -> Any:
-        """The answer to a request. Raises EnvironmentFailed, and ConfigError for a mistake of the user."""
+    async def ask_process(
+        self, request: dict[str, Any], limit_s: float, doing: str, read: Callable[[Any], Any] = lambda answer: answer
+    ) -> Any:
+        """What `read` makes of the answer to a request. Raises EnvironmentFailed, and ConfigError for a mistake of the
+        user."""
         try:
             async with limit_time(limit_s, f"{self._name}: {doing}"):
                 if self._streams is None:
@@ -69,7 +73,7 @@ class EpisodeProcess:
                 reply = await receive_message(reader, most_bytes=MOST_BYTES)
             fields = reply if isinstance(reply, dict) else {}
             if "answer" in fields:
-                return fields["answer"]
+                return read(fields["answer"])
             if "refused" in fields:
                 raise ConfigError(str(fields["refused"]))
             if fields.get("cause") in CAUSES:
@@ -77,8 +81,11 @@ class EpisodeProcess:
             raise Garbage("the process answered with neither a result nor a cause")
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self._failure_of_end(doing) from None
-        except Garbage as problem:
-            raise self._malformed_answer(str(problem)) from None
+        except (Garbage, MalformedValue) as problem:
+            self.kill_process()
+            raise EnvironmentFailed(
+                "env_malformed", with_tail(f"{self._name}: {problem}", self._output.tail())
+            ) from None
         except EnvironmentFailed as failed:
             if failed.cause == "env_timed_out":
                 self.kill_process()
@@ -86,14 +93,6 @@ class EpisodeProcess:
         except BaseException:  # a cancelled call may still run: only the process's end ends it
             self.kill_process()
             raise
-
-    @contextmanager
-    def refuse_malformed(self) -> Iterator[None]:
-        """Kills the process and raises EnvironmentFailed if its answer has a malformed value."""
-        try:
-            yield
-        except MalformedValue as problem:
-            raise self._malformed_answer(str(problem)) from None
 
     def kill_process(self) -> None:
         self.killed = True
@@ -117,10 +116,6 @@ class EpisodeProcess:
         if self._streams is not None:
             self._streams[1].close()
         self._connection.close()
-
-    def _malformed_answer(self, text: str) -> EnvironmentFailed:
-        self.kill_process()
-        return EnvironmentFailed("env_malformed", with_tail(f"{self._name}: {text}", self._output.tail()))
 
     async def _failure_of_end(self, doing: str) -> EnvironmentFailed:
         """A process that has only closed its connection gets a moment to end by itself, and is then killed."""
@@ -168,24 +163,17 @@ class ProcessEpisode(OpenEpisode):
         if state is not None:
             await self._process.ask_process({"call": "restore", "state": state, "seed": row.seed}, limit_s, "restore")
             return
-        answer = await self._process.ask_process(
-            {"call": "reset", "task": row.task, "seed": row.seed}, limit_s, "reset"
-        )
-        with self._process.refuse_malformed():
-            self.observations = read_observations(answer)
+        request = {"call": "reset", "task": row.task, "seed": row.seed}
+        self.observations = await self._process.ask_process(request, limit_s, "reset", read_observations)
 
     async def save_state(self) -> bytes | None:
-        state = await self._process.ask_process({"call": "save"}, self._step_s, "save")
-        with self._process.refuse_malformed():
-            if state is not None and not isinstance(state, bytes):
-                raise MalformedValue("the process answered with a state that is not bytes")
-            return state
+        state: bytes | None = await self._process.ask_process({"call": "save"}, self._step_s, "save", read_state)
+        return state
 
     async def _call_step(self, action: Action, seat: int) -> Step:
         request = {"call": "step", "action": as_plain(action), "seat": seat}
-        answer = await self._process.ask_process(request, self._step_s, "step")
-        with self._process.refuse_malformed():
-            return read_step(answer)
+        step: Step = await self._process.ask_process(request, self._step_s, "step", read_step)
+        return step
 
     async def _call_close(self) -> None:
         again = None

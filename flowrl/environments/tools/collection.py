@@ -118,7 +118,9 @@ class Tools:
         if self._sources:
             names = ", ".join(source.name for source in self._sources)
             raise ConfigError(f"what {names} offers is known in an episode: use `async with tools.session(seed)`")
-        return tuple(tool.description.as_json for tool in self._tools.values())
+        described = [tool.description for tool in self._tools.values()]
+        functions = [{"name": one.name, "description": one.text, "parameters": one.parameters} for one in described]
+        return tuple({"type": "function", "function": function} for function in functions)
 
     def check_tools(self) -> None:
         """Try everything that sessions need. Raises ConfigError. Not for use in an event loop."""

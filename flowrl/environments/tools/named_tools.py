@@ -13,9 +13,8 @@ import difflib
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
 from flowrl.environments.tools.collection import Tools
 from flowrl.environments.tools.mcp_server import McpServer
@@ -110,6 +109,9 @@ OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
 PLUS_OUTSIDE_QUOTES = re.compile(r"""\+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""")
 
 
+BUILT_IN = ("calculator", "mcp", "python")
+
+
 def named_tools(text: str) -> Tools:
     """The tools of names that are joined by `+` outside quotes, as in `calculator+tools.py:search`. A user's name
     refers to a function, a `ToolSource`, a list of these, or `Tools`. Raises ConfigError."""
@@ -118,8 +120,18 @@ def named_tools(text: str) -> Tools:
 
 def find_named(name: str) -> Tools:
     built_in, _, rest = name.partition(":")
-    if built_in in BUILT_IN:
-        return Tools([BUILT_IN[built_in](rest)])
+    if built_in == "calculator":
+        if rest:
+            raise ConfigError(f"the tool calculator has no options, and {rest!r} follows its name; remove it")
+        return Tools([calculator])
+    if built_in == "mcp":
+        return Tools([McpServer(rest)])
+    if built_in == "python":
+        options, known = parse_options(f"tool {name!r}", rest), [field.name for field in fields(PythonTool)]
+        for key in options:
+            if key not in known:
+                raise ConfigError(f"the tool python has no option {key!r}; it has {', '.join(known)}")
+        return Tools([PythonTool(**options)])
     where, colon, wanted = name.rpartition(":")
     if not colon or not where or not wanted:
         close = difflib.get_close_matches(built_in, BUILT_IN, 1)
@@ -133,25 +145,3 @@ def find_named(name: str) -> Tools:
     if callable(found) or isinstance(found, ToolSource):
         return Tools([found])
     raise ConfigError(f"{where} has no tools {wanted!r}; define a function, a list of functions, or Tools of that name")
-
-
-def make_calculator(rest: str) -> Callable[..., Any]:
-    if rest:
-        raise ConfigError(f"the tool calculator has no options, and {rest!r} follows its name; remove it")
-    return calculator
-
-
-def make_python(rest: str) -> PythonTool:
-    options, known = parse_options(f"tool 'python:{rest}'", rest), [field.name for field in fields(PythonTool)]
-    for key in options:
-        if key not in known:
-            raise ConfigError(f"the tool python has no option {key!r}; it has {', '.join(known)}")
-    return PythonTool(**options)
-
-
-BUILT_IN: Mapping[str, Callable[[str], ToolSource | Callable[..., Any]]] = {
-    "calculator": make_calculator,
-    "mcp": McpServer,
-    "python": make_python,
-}
-"""Name -> function that makes the tool from the text after the colon."""

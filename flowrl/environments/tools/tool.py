@@ -43,12 +43,6 @@ class ToolDescription:
     model: type[BaseModel] | None
     """None if the server that executes the call checks the arguments."""
 
-    @property
-    def as_json(self) -> Mapping[str, Any]:
-        """The description in the form of OpenAI's API."""
-        function = {"name": self.name, "description": self.text, "parameters": self.parameters}
-        return {"type": "function", "function": function}
-
 
 def describe_function(function: Callable[..., Any]) -> ToolDescription:
     """The description of `function`. Raises ConfigError, which names it, if its name, docstring or hints are not
