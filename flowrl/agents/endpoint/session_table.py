@@ -33,8 +33,8 @@ from flowrl.models.tokens.vocabulary import most_characters_per_token
 
 SampledCall = list[tuple[Asked, SampledAnswer]]
 """The replies to a call, each with its context."""
-Work = Callable[[], Coroutine[None, None, SampledCall]]
-Deliver = Callable[[SampledCall], CallAnswer]
+SampleCall = Callable[[], Coroutine[None, None, SampledCall]]
+DeliverCall = Callable[[SampledCall], CallAnswer]
 
 
 class AgentSession:
@@ -84,7 +84,7 @@ MOST_KEPT = 64
 class CallRun:
     """One call being answered. `deliver` makes what clients see from what was sampled."""
 
-    def __init__(self, key: bytes, task: asyncio.Task[SampledCall], deliver: Deliver) -> None:
+    def __init__(self, key: bytes, task: asyncio.Task[SampledCall], deliver: DeliverCall) -> None:
         self.key = key
         self.task = task
         self.waiting = 0
@@ -136,8 +136,8 @@ class CallRuns:
     async def join_run(
         self,
         key: bytes,
-        work: Work,
-        deliver: Deliver,
+        work: SampleCall,
+        deliver: DeliverCall,
         *,
         retried: bool,
     ) -> AsyncIterator[CallRun]:
@@ -183,8 +183,8 @@ class CallRuns:
     def _begin_run(
         self,
         key: bytes,
-        work: Work,
-        deliver: Deliver,
+        work: SampleCall,
+        deliver: DeliverCall,
     ) -> CallRun:
         if self._closed:
             raise ApiProblem(409, "the session has ended; ask for another one")
