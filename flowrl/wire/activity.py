@@ -1,10 +1,14 @@
-"""Tracks what a node replica is doing: for stall reports, quiescence and the view.
+"""What a process is doing: its waits, its event loop, its leases of devices, and why a node that waits is still alive.
 
-Invariants
-- `working` counts the invocations that are inside user code and not in one of the engine's waits. An invocation with
-  several concurrent waits (it sends two messages at once) counts as waiting while any of them lasts. A checkpoint
-  waits until `working` is 0.
-- Each wait records the task that waits. `flowrl.wire.activity` judges the other tasks of the node.
+`Activity` records the engine's waits of a node replica, for stall reports, quiescence and the view. `HostLoop` records
+what else the node has started (`Pending`), `reasons` judges from both whether something other than another node will
+wake it. `Lease` is one host's side of a lease on shared devices. `PrioritySlots` are places that waiting tasks get in
+order of priority.
+
+How the code of a node may end: by returning, or by an Exception, which fails the node. Everything else is converted to
+such an exception (`as_failure`). Code that nobody cancelled raises CancelledError when a library cancels what the code
+awaits; asyncio treats that as an orderly end, so the current item would stay open forever. SystemExit and
+KeyboardInterrupt end an event loop, and GeneratorExit passes every `except Exception`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import AsyncGeneratorType, FrameType
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import uvloop
@@ -29,9 +33,21 @@ from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.wire.control import as_exception, is_cancel
 
+if TYPE_CHECKING:  # what declares a graph loads no sockets
+    from flowrl.wire.endpoint import Endpoint
+
 
 class PrioritySlots:
-    """See the module. Begins with `num_free` slots."""
+    """Slots that waiting tasks get by priority: the smallest first, then in order of arrival.
+
+    Invariants
+    - No task waits while a slot is free: a slot that is given back goes directly to the next task.
+    - A cancelled wait keeps no slot. If its slot was granted in the same tick, the next task gets that slot.
+    - The queue has at most one entry more than twice the number of waiting tasks. So the entries of cancelled waits do
+      not accumulate, and each wait costs O(log n) without a search of the queue.
+
+    Waits: for a slot that is given back or added.
+    """
 
     def __init__(self, num_free: int) -> None:
         self._num_free = num_free
@@ -65,7 +81,9 @@ class PrioritySlots:
             raise
         finally:
             self._num_waiting -= 1
-            self._shrink()
+            if len(self._queue) > 2 * self._num_waiting:  # the entries of cancelled waits outnumber the others
+                self._queue = [entry for entry in self._queue if not entry[2].done()]
+                heapq.heapify(self._queue)
 
     def add(self, number: int) -> None:
         """Give back slots, or add new ones."""
@@ -75,12 +93,6 @@ class PrioritySlots:
             if not granted.done():
                 granted.set_result(None)
                 self._num_free -= 1
-
-    def _shrink(self) -> None:
-        """Remove the entries of cancelled waits once they outnumber the others."""
-        if len(self._queue) > 2 * self._num_waiting:
-            self._queue = [entry for entry in self._queue if not entry[2].done()]
-            heapq.heapify(self._queue)
 
     def __len__(self) -> int:
         """The number of entries in the queue."""
@@ -174,7 +186,17 @@ def apart() -> Iterator[None]:
 
 
 class HostLoop(uvloop.Loop):
-    """uvloop's loop (a round trip of small messages takes a sixth less time), plus a record of what each node owns."""
+    """uvloop's loop (a round trip of small messages takes a sixth less time), plus a record of what each node owns.
+
+    `in_node` names the node whose code runs. Everything that this code starts on the loop belongs to the same node:
+    tasks, timers, calls in threads, servers, readable descriptors. This has two uses. The stall watch can distinguish a
+    node that only another node can wake from a node that something of its own will wake (`pending`). And the failure of
+    a task is reported if nobody retrieves its exception, or if the task ended by a cancel that nobody requested, by
+    SystemExit or by KeyboardInterrupt.
+
+    The loop does not see threads that the node starts itself, or child processes that no task waits for. Code that
+    receives items from them declares it with `context.outside(...)`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +300,14 @@ class Wait:
 
 @dataclass(eq=False)
 class Activity:
-    """One node replica's waits and counters; touched only on the host's event loop."""
+    """One node replica's waits and counters; touched only on the host's event loop.
+
+    Invariants
+    - `working` counts the invocations that are inside user code and not in one of the engine's waits. An invocation
+      with several concurrent waits (it sends two messages at once) counts as waiting while any of them lasts. A
+      checkpoint waits until `working` is 0.
+    - Each wait records the task that waits. `reasons` judges the other tasks of the node.
+    """
 
     node: str
     working: int = 0
@@ -379,12 +408,29 @@ TOLD = 3
 
 
 def reasons(activity: Activity, now_s: float) -> list[str]:
-    """What will wake this node, as texts; empty if only another node can wake it."""
+    """What will wake this node, as texts; empty if only another node can wake it. A deadlocked node has none.
+
+    Each task of a node is judged separately. Every task counts as alive except these:
+    - a task in one of the engine's waits: only another node, or the driver, ends that wait;
+    - a task that waits for tasks of its own node (`await task`, gather, wait, wait_for, a TaskGroup): those tasks are
+      judged separately;
+    - a task that waits for an asyncio Lock or Semaphore, or for PrioritySlots: another task ends this wait.
+    A timer, a call in a thread, a server and a watched descriptor also keep their node alive. Anything unknown counts
+    as alive: at worst a deadlock is reported as a standstill, and never a standstill as a deadlock.
+    """
     pending = activity.pending
     found = [wait.what for wait in activity.waits.values() if wait.kind == OUTSIDE]
     if not (found or pending.tasks):
         return ["its code has not started"]
-    found += _of_tasks(activity)
+    waiting = {wait.task for wait in activity.waits.values()}
+    for task in pending.tasks:
+        future = task._fut_waiter  # type: ignore[attr-defined]
+        if future is None or future.done():  # it resumes in this tick of the loop, or in the next
+            found.append(place_of(task))
+        elif task not in waiting:
+            awaited = _awaited(task, future)
+            if awaited is None or any(other not in pending.tasks for other in awaited):
+                found.append(place_of(task))
     if any(not timer.cancelled() and timer.when() >= now_s for timer in pending.timers):
         found.append("a timer")
     if pending.calls:
@@ -393,22 +439,6 @@ def reasons(activity: Activity, now_s: float) -> list[str]:
         found.append("a connection")
     found = list(dict.fromkeys(found))
     return found if len(found) <= TOLD else [*found[:TOLD], f"{len(found) - TOLD} more"]
-
-
-def _of_tasks(activity: Activity) -> Iterator[str]:
-    waiting = {wait.task for wait in activity.waits.values()}
-    for task in activity.pending.tasks:
-        future = task._fut_waiter  # type: ignore[attr-defined]
-        if future is None or future.done():
-            yield place_of(task)  # it resumes in this tick of the loop, or in the next
-        elif task not in waiting and not _waits_within(task, future, activity.pending):
-            yield place_of(task)
-
-
-def _waits_within(task: asyncio.Task[Any], future: asyncio.Future[Any], pending: Pending) -> bool:
-    """Whether `task` waits only for other tasks of its node."""
-    awaited = _awaited(task, future)
-    return awaited is not None and all(other in pending.tasks for other in awaited)
 
 
 def _awaited(task: asyncio.Task[Any], future: asyncio.Future[Any]) -> list[Any] | None:
@@ -461,17 +491,27 @@ def _of_library(frame: FrameType) -> bool:
     return "/site-packages/" in name or "/asyncio/" in name
 
 
-class LockLink(Protocol):
-    """The control link to the driver, which keeps the locks."""
-
-    async def request(self, host: str, kind: str, body: dict[str, Any]) -> Any: ...
-    def notify(self, host: str, kind: str, body: dict[str, Any]) -> None: ...
-
-
 class Lease:
-    """One host's side of a lease. Without a name, invocations begin without waiting."""
+    """One host's side of a lease on shared devices: the host works only while it holds the lease of its cores or GPUs.
 
-    def __init__(self, name: str, host: str, link: LockLink) -> None:
+    Without a name, invocations begin without waiting.
+
+    The first invocation that begins in a host takes the lease, and the last one that ends releases it. Other hosts that
+    share the lease wait at the beginning of their invocations. Nodes with state on the device move it in `on_acquire`
+    and `on_release`. Set-up on GPUs also happens under the lease: the hosts load one after the other, and each leaves
+    the device before the next one loads.
+
+    Invariants
+    - An invocation works only between the end of every node's `on_acquire` and the beginning of the next `on_release`.
+    - No hook is ever interrupted: an invocation that is cancelled during a hook ends after the hook. An invocation that
+      is cancelled while it waits for the driver leaves the queue.
+    - After any cancellation, the lease is released when no invocation is open. It is never released unless it is held.
+    - When a hook fails, every later invocation here fails, and the lease is released: no host waits for a broken one.
+
+    Waits: for the holder's last open invocation to end.
+    """
+
+    def __init__(self, name: str, host: str, link: Endpoint) -> None:
         self._body: dict[str, Any] = {"name": name, "claimant": host, "party": host.split("/")[0]}
         self.name = name
         self.nodes: Sequence[Node] = ()

@@ -1,9 +1,14 @@
-"""Links: carry frames to another endpoint. In this package, only this module uses zmq sockets.
+"""Connections: what one endpoint knows of each other one, and how frames get there. Only this module uses zmq sockets.
 
 Invariants
-- A link delivers in order. zmq queues without a high-water mark: the lanes' credits bound the queues.
+- All frames to one peer keep their order. Frames for one peer that become due within one tick of the loop leave as
+  one multipart, or as several if they are large.
+- Credits and acks leave after at most LATER_S. For a peer that was sent frames during that time, they leave with the
+  next message instead, or after another LATER_S if none follows. They leave at once if the producer is about to run
+  out of credit, and together with every request.
+- zmq queues without a high-water mark: the lanes' credits bound the queues.
 - zmq restores a tcp connection that breaks, and `reconnected` is called. Then the two ends of each lane compare
-  their state, and the control link repeats the frames that were not confirmed.
+  their state, and the frames of no lane that were not confirmed are repeated (`NumberedFrames`).
 - A tcp connection whose peer has vanished without a word (a machine that was switched off, a firewall that forgot the
   connection) breaks after SILENT_S; a peer that is merely busy or stopped loses nothing by such a break.
 - A link to a process never outlives that process's incarnation: `Endpoint.connect` makes a new one.
@@ -23,13 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from socket import AF_INET, SOCK_DGRAM, gethostname
 from socket import socket as Socket
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import zmq
 from zmq.utils import z85
 
-from flowrl.errors import ConfigError, WireError
-from flowrl.wire.encoding.codec import ArrayPlace, Buffer
+from flowrl.errors import ConfigError, LaneFailed, WireError
 from flowrl.wire.encoding.multiparts import (
     ABORT,
     CONFIRM,
@@ -43,22 +47,50 @@ from flowrl.wire.encoding.multiparts import (
     parts_follow,
 )
 from flowrl.wire.encoding.schema import freeze, freeze_inside
+from flowrl.wire.lanes import ReceiverLane, SenderLane
 
+LATER_S = 0.001
+"""Delay before flushing credits and acks that nobody is blocked on; batching saves wake-ups of the peer."""
+CONFIRM_S = 0.05
+"""Delay before confirming frames of no lane: nobody is blocked on it, and one CONFIRM serves many."""
 NUMBERED = frozenset((REQUEST, REPLY, ABORT, NOTIFY))
-"""Kinds that are numbered. Other frames between two processes may arrive twice, or late."""
+"""Kinds that are numbered. Other frames of no lane may arrive twice, or late."""
 LOW_BITS = 32
 """A number is sent in two fields of the header that the frames of lanes use for lane and session."""
+COPY_BELOW_BYTES = 1 << 18
+"""Smaller frames are copied into zmq: that is cheaper than a callback into Python when zmq has released them."""
+# Plain integers: arithmetic on the enums costs more than the zmq call.
+EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+SNDMORE, RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)
+ZAP_DOMAIN = b"flowrl"
+BEAT_EVERY_S = 10.0
+SILENT_S = 30.0
+"""Silence of the other end, after a heartbeat or with sent data unconfirmed, for which a tcp connection is replaced."""
 
 
-class Outgoing:
-    """The sending end. Numbering and keeping are two steps, so that a frame that cannot be sent uses no number."""
+class NumberedFrames:
+    """Makes frames of no lane arrive once and in order between two incarnations, even over connections that break.
+
+    Pure: nothing here waits. Links that never break do not need it: their frames carry no number.
+
+    Invariants
+    - Frames are numbered from 1 in the order in which they were made. The receiver admits each number once, and only
+      after the previous number; it drops a frame that arrives early, because the sender repeats it.
+    - The sender keeps a frame until the receiver has confirmed it. After every reconnection it sends all kept
+      frames again, in order. The kept frames are those made until a confirmation arrives.
+    - Frames are lost, repeated or overtaken only when a connection breaks, and the sender is notified of each new
+      connection.
+    """
 
     def __init__(self) -> None:
+        self.has_unflushed = False
+        """True if a confirmation is to be sent."""
         self._kept: deque[Frame] = deque()
         self._confirmed = 0
+        self._admitted = 0
 
     def numbered(self, frame: Frame) -> Frame:
-        """The frame as it is sent, with the next number."""
+        """The frame as it is sent, with the next number. A frame that cannot be sent uses none: `keep` counts."""
         kind, _, _, seq, payload = frame
         high, low = divmod(self._confirmed + len(self._kept) + 1, 1 << LOW_BITS)
         return kind, high, low, seq, payload
@@ -77,30 +109,21 @@ class Outgoing:
             self._kept.popleft()
             self._confirmed += 1
 
-
-class Incoming:
-    """The receiving end."""
-
-    def __init__(self) -> None:
-        self.has_unflushed = False
-        """True if a confirmation is to be sent."""
-        self._number = 0
-
-    def lets_in(self, frame: Frame) -> bool:
+    def admits(self, frame: Frame) -> bool:
         """Whether `frame` is admitted, because it is the next one. A frame without a number is always admitted."""
         number = frame[1] << LOW_BITS | frame[2]
         if not number:
             return True
         self.has_unflushed = True  # also for a repetition: the confirmation may have been lost
-        if number != self._number + 1:
+        if number != self._admitted + 1:
             return False
-        self._number = number
+        self._admitted = number
         return True
 
     def flush(self) -> list[Frame]:
         """The confirmation for the sender."""
         self.has_unflushed = False
-        return [(CONFIRM, 0, 0, self._number, None)]
+        return [(CONFIRM, 0, 0, self._admitted, None)]
 
 
 @dataclass(frozen=True)
@@ -152,67 +175,6 @@ def local_ip() -> str:
         return str(probe.getsockname()[0])
 
 
-COPY_BELOW_BYTES = 1 << 18
-"""Smaller frames are copied into zmq: that is cheaper than a callback into Python when zmq has released them."""
-# Plain integers: arithmetic on the enums costs more than the zmq call.
-EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
-SNDMORE, RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)
-ZAP_DOMAIN = b"flowrl"
-BEAT_EVERY_S = 10.0
-SILENT_S = 30.0
-"""Silence of the other end, after a heartbeat or with sent data unconfirmed, for which a tcp connection is replaced."""
-
-
-class Link(Protocol):
-    """Carries frames to one other endpoint."""
-
-    eager: bool
-    """Whether to send the first frames of a tick at once, so that another process can begin to work on them."""
-    breaks: bool
-    """Whether connections may break: then frames may be lost, and later frames may overtake earlier ones."""
-
-    def add(self, frames: Iterable[Frame]) -> int:
-        """Add frames to the next `flush`. Returns how many wait for it. Raises WireError for a value that cannot be
-        sent."""
-
-    def flush(self) -> None:
-        """Send all added frames."""
-
-    def close(self, linger_s: float) -> None:
-        """Close the link; flushed frames may still leave within `linger_s`."""
-
-
-class LocalLink:
-    """Link to an endpoint in this process: it delivers the objects themselves, frozen."""
-
-    eager = False
-    breaks = False
-
-    def __init__(self, deliver: Callable[[str, int, list[Frame]], None], host: str, incarnation: int) -> None:
-        self._deliver = deliver
-        self._host = host
-        self._incarnation = incarnation
-        self._frames: list[Frame] = []
-
-    def add(self, frames: Iterable[Frame]) -> int:
-        for frame in frames:
-            if frame[0] == DATA:
-                for envelope in frame[4]:
-                    freeze(envelope.body)
-            elif frame[0] in (REQUEST, REPLY, NOTIFY):
-                freeze_inside(frame[4])
-            self._frames.append(frame)
-        return len(self._frames)
-
-    def flush(self) -> None:
-        frames, self._frames = self._frames, []
-        if frames:
-            self._deliver(self._host, self._incarnation, frames)
-
-    def close(self, linger_s: float) -> None:
-        self._frames.clear()
-
-
 @dataclass(frozen=True)
 class Target:
     """Where a socket connects or listens."""
@@ -223,25 +185,139 @@ class Target:
     """Keys that encrypt a tcp connection; None for other transports."""
 
 
-class SocketLink:
-    """Link to another process, over ipc or tcp."""
+class Flusher:
+    """Decides when the frames of an endpoint's connections leave: at the end of a tick of the loop, or a bit later."""
 
-    eager = True
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop
+        self.connections: dict[str, Connection] = {}
+        self.closed = False
+        self.tick = 0
+        """Number of ticks of the loop in which frames came in or left: a cheap clock."""
+        self._dirty: list[Connection] = []
+        self._scheduled = False
+        self._later: asyncio.TimerHandle | None = None
+        self._confirming: asyncio.TimerHandle | None = None
 
-    def __init__(
+    def mark_dirty(self, connection: Connection) -> None:
+        """Send the connection's frames at the end of the tick."""
+        if not connection.dirty:
+            connection.dirty = True
+            self._dirty.append(connection)
+            if not self._scheduled and not self.closed:
+                self._scheduled = True
+                self.loop.call_soon(self.flush_dirty)  # once a tick, for all connections with frames
+
+    def flush_dirty(self) -> None:
+        self._scheduled = False
+        self.tick += 1
+        dirty, self._dirty = self._dirty, []
+        for connection in dirty:
+            connection.dirty = False
+            connection.send_due()
+
+    def flush_later(self) -> None:
+        """Send credits and acks after LATER_S; for a busy peer they leave with the next message."""
+        if self._later is None:
+            self._later = self.loop.call_later(LATER_S, self._flush_waiting)
+
+    def _flush_waiting(self) -> None:
+        self._later = None
+        for connection in self.connections.values():
+            if connection.unflushed and connection.busy:
+                connection.busy, connection.flush_due = False, True
+                self.flush_later()
+            elif connection.unflushed:
+                connection.send_due()
+
+    def confirm_later(self) -> None:
+        """Confirm the frames of no lane after CONFIRM_S."""
+        if self._confirming is None:
+            self._confirming = self.loop.call_later(CONFIRM_S, self.send_confirmations)
+
+    def send_confirmations(self) -> None:
+        self._confirming = None
+        for connection in self.connections.values():
+            if connection.numbers.has_unflushed:
+                connection.unflushed.append(connection.numbers)
+                connection.send_due()
+
+    def close(self) -> None:
+        """Send everything that is due, and nothing after that."""
+        self.flush_dirty()
+        for timer in (self._later, self._confirming):
+            if timer is not None:
+                timer.cancel()
+        for connection in self.connections.values():
+            connection.send_due()
+        self.closed = True
+        self._dirty.clear()
+
+
+class Connection:
+    """What an endpoint knows of one other host, or of its own, and the link over which frames get there.
+
+    Within a process the link delivers the objects themselves, frozen; else it is a socket, over ipc or tcp.
+    """
+
+    def __init__(self, host: str, flusher: Flusher, incarnation: int | None = None) -> None:
+        self.host = host
+        self.incarnation = incarnation
+        """None until the host's process has joined."""
+        self.failed = ""
+        """Why the host's process is gone, "" if it is not."""
+        self.linked = False
+        self.early: list[tuple[int, Sequence[Any]]] = []
+        """(incarnation, frames) that arrived from a process which has not joined yet."""
+        self.numbers = NumberedFrames()
+        """The frames of no lane to and from the peer's current incarnation, over a link that may break."""
+        self.unflushed: list[SenderLane | ReceiverLane | NumberedFrames] = []
+        """What has frames to be sent that are not in the link yet."""
+        self.num_comparisons = 0
+        """Number of steps in which lanes to or from this peer compared what was sent with what has arrived: a step may
+        send frames again, behind frames that were sent later at first."""
+        self.dirty = False
+        """Frames may have to be sent at the end of the tick."""
+        self.busy = False
+        """Frames left at once since the flusher last checked for delayed credits and acks."""
+        self.flush_due = False
+        """Delayed credits and acks have waited long enough: they leave with the next message."""
+        self._flusher = flusher
+        self._begun = -1
+        """The last tick in which frames left at once: the tick's later frames leave together."""
+        self._pending: list[Frame] = []
+        """Frames of no lane that wait for the link."""
+        self._eager = False
+        """Whether to send the first frames of a tick at once, so that another process can begin to work on them."""
+        self._breaks = False
+        """Whether the link may break: then frames may be lost, and later frames may overtake earlier ones."""
+        self._add: Callable[[Iterable[Frame]], int] = self._add_frozen
+        """Adds frames to those that leave next, and returns how many these are. Raises WireError for a value that
+        cannot be sent."""
+        self._added: list[Frame] = []
+        self._deliver: Callable[[list[Frame]], None] | None = None
+        self._encoder: MessageEncoder | None = None
+        self._socket: zmq.Socket[Any] | None = None
+        self._monitor: Monitor | None = None
+
+    def link_local(self, deliver: Callable[[list[Frame]], None]) -> None:
+        """Reach an endpoint in this process."""
+        self._deliver = deliver
+        self._eager = self._breaks = False
+        self._add = self._add_frozen
+        self.linked = True
+
+    def link_socket(
         self,
         context: zmq.Context[Any],
         target: Target,
-        host: str,
-        incarnation: int,
-        *,
-        place: ArrayPlace | None,
+        encoder: MessageEncoder,
         reconnected: Callable[[], None],
     ) -> None:
-        self._encoder = MessageEncoder(host, incarnation, place)
-        self.add = self._encoder.add  # bound directly: every frame passes here, and a wrapper costs a call
-        self._monitor: Monitor | None = None
-        self.breaks = target.keys is not None
+        """Reach another process at `target`."""
+        self._encoder = encoder
+        self._add = encoder.add  # bound directly: every frame passes here, and a wrapper costs a call
+        self._eager, self._breaks = True, target.keys is not None
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm = 0
         self._socket.linger = 0
@@ -251,21 +327,144 @@ class SocketLink:
             notice_silence(self._socket, beats=True)
             self._monitor = Monitor(self._socket, reconnected)
         self._socket.connect(target.url)
+        self.linked = True
 
-    def flush(self) -> None:
-        for parts in self._encoder.multiparts():
-            last = parts.pop()
-            for part in parts:
-                self._send(part, NOBLOCK | SNDMORE)
-            self._send(last, NOBLOCK)
-
-    def _send(self, part: Buffer, flags: int) -> None:
-        self._socket.send(part, flags, copy=len(part) < COPY_BELOW_BYTES, track=False)
-
-    def close(self, linger_s: float) -> None:
+    def unlink(self, linger_s: float) -> None:
+        """Close the link; flushed frames may still leave within `linger_s`. Frames that become due after it wait."""
+        self.linked = False
+        self._added.clear()
+        self._deliver = self._encoder = None
         if self._monitor is not None:
             self._monitor.close()
-        self._socket.close(linger=int(linger_s * 1000))
+            self._monitor = None
+        if self._socket is not None:
+            self._socket.close(linger=int(linger_s * 1000))
+            self._socket = None
+
+    def fail(self, reason: str) -> None:
+        """The host's process is gone: forget what was to be sent there."""
+        self.failed = reason
+        if self.linked:
+            self.unlink(0)
+        self._pending.clear()
+        self.unflushed.clear()
+        self.numbers = NumberedFrames()
+
+    def _add_frozen(self, frames: Iterable[Frame]) -> int:
+        for frame in frames:
+            if frame[0] == DATA:
+                for envelope in frame[4]:
+                    freeze(envelope.body)
+            elif frame[0] in (REQUEST, REPLY, NOTIFY):
+                freeze_inside(frame[4])
+            self._added.append(frame)
+        return len(self._added)
+
+    def _flush(self) -> None:
+        """Send all added frames."""
+        if self._encoder is not None and self._socket is not None:
+            send: Callable[..., Any] = self._socket.send
+            for parts in self._encoder.multiparts():
+                last = parts.pop()
+                for part in parts:
+                    send(part, NOBLOCK | SNDMORE, copy=len(part) < COPY_BELOW_BYTES, track=False)
+                send(last, NOBLOCK, copy=len(last) < COPY_BELOW_BYTES, track=False)
+        elif self._deliver is not None:
+            frames, self._added = self._added, []
+            if frames:
+                self._deliver(frames)
+
+    def send_lane(self, lane: SenderLane) -> None:
+        """Send the frames of a lane to this host. Encodes here, so that a body which cannot be sent raises in the
+        sender's own call."""
+        if not self.linked:
+            if not self.failed:  # after a failure, the new process makes the lane send everything again
+                self.unflushed.append(lane)
+            return
+        try:
+            num_added = self._add(lane.flush())
+        except WireError as error:
+            lane.failed = str(error)
+            raise WireError(f"lane {lane.spec.name!r}: {error}") from error
+        if self._begun != self._flusher.tick and self._eager:
+            self._begin()  # the first message of a tick leaves at once: the peer works while we add the rest
+        elif num_added >= lane.burst and self._eager:
+            self._flush()  # a full burst also leaves at once: a consumer must not idle while this loop is busy
+        elif not self.dirty:
+            self._flusher.mark_dirty(self)
+
+    def flush_soon(self, lane: ReceiverLane) -> None:
+        """A lane from this host has credits, acks or other frames to flush soon."""
+        if self.failed:
+            return
+        self.unflushed.append(lane)
+        if not self._eager or not self.linked:
+            self._flusher.mark_dirty(self)
+        elif lane.urgent:
+            self.send_due()
+        else:
+            self._flusher.flush_later()
+
+    def _begin(self) -> None:
+        """Send the added frames now, without waiting for the end of the tick."""
+        self._begun = self._flusher.tick
+        self.busy = True
+        if self.flush_due:
+            self.send_due()
+        else:
+            self._flush()
+
+    def send_due(self) -> None:
+        """Send everything that is due now."""
+        if self.linked:
+            unflushed, self.unflushed, self.flush_due = self.unflushed, [], False
+            for end in unflushed:
+                self._add(end.flush())
+            self._flush()
+
+    def post(self, frame: Frame) -> None:
+        """Send a frame that belongs to no lane. Raises LaneFailed for a request to a host that is gone."""
+        if self.failed and frame[0] == REQUEST:
+            raise LaneFailed(f"no request can be sent to host {self.host!r}: {self.failed}")
+        if self._flusher.closed:
+            return
+        if self.linked:
+            self._say(frame)
+            self.flush_due = True  # a request's handler has to see acks that were made before the request
+            if self._begun != self._flusher.tick and self._eager:
+                self._begin()
+            else:
+                self._flusher.mark_dirty(self)
+        elif not self.failed:
+            self._pending.append(frame)
+
+    def _say(self, frame: Frame) -> None:
+        """Add a frame of no lane to the link. Raises WireError for a value that cannot be sent."""
+        if self._breaks and frame[0] in NUMBERED:
+            frame = self.numbers.numbered(frame)
+            self._add([frame])
+            self.numbers.keep(frame)
+        else:
+            self._add([frame])
+
+    def say_pending(self) -> list[tuple[Frame, WireError]]:
+        """Add the frames of no lane that were not confirmed, and those that waited for the link. Returns those that
+        cannot be sent, with the error."""
+        self._add(self.numbers.unconfirmed())
+        pending, self._pending = self._pending, []
+        unsaid: list[tuple[Frame, WireError]] = []
+        for frame in pending:
+            try:
+                self._say(frame)
+            except WireError as error:
+                unsaid.append((frame, error))
+        return unsaid
+
+    def repeat_unconfirmed(self) -> None:
+        """Send the frames of no lane again that may have been lost with a connection."""
+        if self.linked:
+            self._add(self.numbers.unconfirmed())
+            self._flush()
 
 
 def notice_silence(socket: zmq.Socket[Any], *, beats: bool) -> None:
@@ -424,70 +623,6 @@ class Authenticator:
         self._socket.close(linger=0)
 
 
-class Debtor(Protocol):
-    """A machine with frames to flush: a lane's, or the `Incoming` that confirms received frames."""
-
-    def flush(self) -> list[Frame]: ...
-
-
-@dataclass(eq=False)
-class Peer:
-    """What the router knows of one other host, or of its own."""
-
-    host: str
-    incarnation: int | None = None
-    """None until `join`."""
-    link: Link | None = None
-    failed: str = ""
-    pending: list[Frame] = field(default_factory=list)
-    """Frames of the control link that wait for `join`."""
-    early: list[tuple[int, Sequence[Any]]] = field(default_factory=list)
-    """(incarnation, frames) that wait for `join`."""
-    outgoing: Outgoing = field(default_factory=Outgoing)
-    """Control frames to the peer's current incarnation, over a link that may break."""
-    incoming: Incoming = field(default_factory=Incoming)
-    unflushed: list[Debtor] = field(default_factory=list)
-    dirty: bool = False
-    """Frames may have to be sent at the end of the tick."""
-    begun: int = -1
-    """The last tick in which frames left at once: the tick's later frames leave together."""
-    busy: bool = False
-    """Frames left at once since the router last checked for delayed credits and acks."""
-    num_comparisons: int = 0
-    """Number of steps in which lanes to or from this peer compared what was sent with what has arrived: a step may
-    send frames again, behind frames that were sent later at first."""
-    flush_due: bool = False
-    """Delayed credits and acks have waited long enough: they leave with the next message."""
-
-    def say(self, link: Link, frame: Frame) -> None:
-        """Add a frame of the control link to `link`. Raises WireError for a value that cannot be sent."""
-        if link.breaks and frame[0] in NUMBERED:
-            frame = self.outgoing.numbered(frame)
-            link.add([frame])
-            self.outgoing.keep(frame)
-        else:
-            link.add([frame])
-
-    def say_pending(self, link: Link) -> list[tuple[Frame, WireError]]:
-        """Add the frames that waited for `join`. Returns those that cannot be sent, with the error."""
-        pending, self.pending = self.pending, []
-        unsaid: list[tuple[Frame, WireError]] = []
-        for frame in pending:
-            try:
-                self.say(link, frame)
-            except WireError as error:
-                unsaid.append((frame, error))
-        return unsaid
-
-
-class ControlPeer(Protocol):
-    """Receives the frames that belong to no lane."""
-
-    def receive(self, host: str, frame: Frame) -> None: ...
-    def unsaid(self, host: str, frame: Frame, error: WireError) -> None: ...
-    def gone(self, host: str, reason: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class IpcTransport:
     """Every endpoint listens on a unix socket. All processes are on one machine."""
@@ -538,3 +673,6 @@ class TcpTransport(IpcTransport):
 
 
 EndpointTransport = IpcTransport | TcpTransport
+"""How the endpoints of a run reach each other. The driver chooses one for the whole run and passes it to every host in
+the host's spec: plain data. CURVE keys are part of `TcpTransport`, so no endpoint listens or connects on tcp without
+them."""

@@ -5,7 +5,7 @@ Invariants
   handler that ends in any other way than by returning is an error, unless the requester cancelled it.
 - A cancelled request cancels its handler's task at the other end; an answer that still arrives is dropped. A caller
   that requests a right to something must give it back when it is cancelled: the answer may already be in flight.
-- A broken connection is not a failure: frames still arrive once and in order (`links.numbered_frames`).
+- A broken connection is not a failure: frames still arrive once and in order (`connection.NumberedFrames`).
 - Notes and requests from one process to another arrive in the order in which they were made. A note's (plain) handler
   has run before the next frame is handled; a request's handler begins in the next tick, after notes that came with it.
 

@@ -10,31 +10,33 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.graph.ports import Members
 from flowrl.messages import Message, Record, Tombstone
 from flowrl.wire.activity import ActiveInvocation, Activity, Lease, as_failure, in_invocation
 from flowrl.wire.edges import Delivery, EndOfStream, Inbox
-from flowrl.wire.items import NOT_ROUTED, Item, OpenGroup, OpenItems, at_hand, current, tombstone
-
-
-@dataclass(slots=True)
-class _Sample:
-    num_came: int = 0
-    message_came: bool = False
-    tombstones: list[Item] = field(default_factory=list)
+from flowrl.wire.items import NOT_ROUTED, Item, OpenGroup, OpenItems, PortOwner, at_hand, current, tombstone
 
 
 class Merge:
-    """Counts what has arrived for each sample at one port, out of `arrivals`."""
+    """Branches that meet again in one In port of a node that counts samples. Each branch delivers one arrival for each
+    sample: the message, or a tombstone if the sample took another branch or was lost.
+
+    Invariants
+    - A message passes at once. A tombstone waits for the arrivals of all branches: it ends here if one of them was a
+      message; otherwise one tombstone of the sample passes and represents all of them.
+    - Waiting tombstones are unfinished, so a crash or a checkpoint repeats them. If the message of their sample was
+      finished before that, they wait until the end of the stream.
+    """
 
     def __init__(self, port: str, arrivals: int) -> None:
         self._port = port
         self._arrivals = arrivals
-        self._samples: dict[tuple[str, int], _Sample] = {}
+        self._came: dict[tuple[str, int], list[Item | None]] = {}
+        """Sample -> its arrivals so far: tombstones, and None for the message, which has passed."""
 
     def add(self, item: Item) -> tuple[Item | None, Sequence[Item]]:
         """(item that passes now, if any; items that end now)."""
@@ -42,53 +44,41 @@ class Merge:
         if not envelope.group_id:
             return item, ()
         key = envelope.group_id, envelope.member
-        sample = self._samples.setdefault(key, _Sample())
-        sample.num_came += 1
+        came = self._came.setdefault(key, [])
         lost = isinstance(item.body, Tombstone)
-        if lost:
-            sample.tombstones.append(item)
-        elif sample.message_came:
+        if not lost and None in came:
             raise FlowrlError(
                 f"{self._port} received member {key[1]} of group {key[0]!r} over two paths; a node whose Out ports "
                 "lead to one In port has to send each sample on only one of them, or the paths have to be joined "
                 "(`join`, with an In port for each)"
             )
-        else:
-            sample.message_came = True
-        return self._went_on(key, sample, None if lost else item)
-
-    def _went_on(
-        self, key: tuple[str, int], sample: _Sample, message: Item | None
-    ) -> tuple[Item | None, Sequence[Item]]:
-        if sample.num_came < self._arrivals:
+        came.append(item if lost else None)
+        message = None if lost else item
+        if len(came) < self._arrivals:
             return message, ()
-        del self._samples[key]
-        if sample.message_came:
-            return message, sample.tombstones
-        return _together(sample.tombstones), ()
+        del self._came[key]
+        tombstones = [one for one in came if one is not None]
+        if None in came:
+            return message, tombstones
+        # One for a real loss represents all, if there is any, rather than one for a branch not taken.
+        reasons = [getattr(one.body, "reason", "") for one in tombstones]
+        first = next((one for one, why in zip(tombstones, reasons, strict=True) if why != NOT_ROUTED), tombstones[0])
+        first.others = tuple(one for one in tombstones if one is not first)
+        return first, ()
 
     def rest(self) -> list[Item]:
         """The tombstones that still wait at the end of the stream; the caller ends them."""
-        waiting = [item for sample in self._samples.values() for item in sample.tombstones]
-        self._samples.clear()
+        waiting = [one for came in self._came.values() for one in came if one is not None]
+        self._came.clear()
         return waiting
 
 
-def _together(tombstones: list[Item]) -> Item:
-    """One tombstone that represents all: one for a real loss, if there is any, rather than for a branch not taken."""
-    first = next((item for item in tombstones if getattr(item.body, "reason", "") != NOT_ROUTED), tombstones[0])
-    first.others = tuple(item for item in tombstones if item is not first)
-    return first
-
-
-class Trace(Protocol):
-    """Records when invocations begin and end."""
-
-    def trace_invocation(self, item: Item, *, begins: bool) -> None: ...
-
-
 class Invocation:
-    """One piece of work: user code gets `value`, which is made from `items`.
+    """One piece of work (an item, a joined sample, a group): user code gets `value`, which is made from `items`.
+
+    It begins under the lease of its host's devices, and counts as working until user code asks for the next one.
+    Taking, beginning and finishing may be cancelled at any point (`asyncio.timeout` around the next item): nothing is
+    lost, and the next call continues where the cancelled one stopped.
 
     With `whole`, the engine ends the invocation: messages that the body's task sends after `enter` are made from
     `whole` and the other items of its sample, and the engine calls `end` when the body is done. Without `whole`, the
@@ -102,7 +92,7 @@ class Invocation:
         *,
         lease: Lease,
         activity: Activity,
-        trace: Trace,
+        owner: PortOwner,
         whole: Item | None = None,
         end: Callable[[Item], Awaitable[None]] | None = None,
     ) -> None:
@@ -112,7 +102,7 @@ class Invocation:
         self._end = end
         self._lease = lease
         self._activity = activity
-        self._trace = trace
+        self._owner = owner
         self._active: ActiveInvocation | None = None
         self._leased = False
 
@@ -124,7 +114,7 @@ class Invocation:
             self._leased = True
         if self._active is None:
             for item in self._items:
-                self._trace.trace_invocation(item, begins=True)
+                self._owner.trace_invocation(item, begins=True)
             self._active = self._activity.begin()
 
     def enter(self) -> None:
@@ -141,7 +131,7 @@ class Invocation:
         assert self._active is not None
         self._active.end()
         for item in self._items:
-            self._trace.trace_invocation(item, begins=False)
+            self._owner.trace_invocation(item, begins=False)
 
     async def finish(self) -> None:
         """End the items if the engine ends them, and release the devices."""
@@ -214,43 +204,6 @@ class Invocations:
 Take = Callable[[], Awaitable[Item | None]]
 
 
-class Losses(Protocol):
-    """Records losses: in the ledger, and on the node's out ports."""
-
-    def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
-        """Book `marker` for the trainers that get nothing made from `items`, and forward it as `forward` does."""
-
-    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
-        """Book `marker` as `lose` does, without forwarding it."""
-
-    def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
-        """Send `marker` on every out port that sent nothing made from `items`, and end the items after that."""
-
-    async def leave(self, items: Sequence[Item]) -> None:
-        """The work on `items` is over: send tombstones where samples are counted and nothing was sent."""
-
-    def give_up(self, item: Item, state: str, reason: str) -> None:
-        """The whole group of `item` is lost: end its other members in whichever node they are."""
-
-    def trace_invocation(self, item: Item, *, begins: bool) -> None:
-        """Trace that an invocation of `item` began or ended."""
-
-
-@dataclass
-class _Each:
-    """One call of `each`: its body, its invocation slots, and whether its loop failed while invocations still run."""
-
-    body: Callable[[Any], Awaitable[None]]
-    slots: asyncio.Semaphore
-    task: asyncio.Task[Any] | None
-    left: bool = False
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether its invocations are being cancelled: one of them has failed, or the enclosing task was cancelled."""
-        return self.left or self.task is None or bool(self.task.cancelling())
-
-
 class Inbound:
     """LiveIn of one In port of one node replica.
 
@@ -264,19 +217,17 @@ class Inbound:
         inbox: Inbox,
         open_items: OpenItems,
         activity: Activity,
-        losses: Losses,
+        owner: PortOwner,
         lease: Lease,
         *,
         sink: bool,
         arrivals: int = 1,
     ) -> None:
         self.port = port
-        self.joined: Callable[[Sequence[Inbound]], Any] | None = None
-        """Creates the live join of this port and others; the wiring sets it."""
         self._inbox = inbox
         self._open_items = open_items
         self._activity = activity
-        self._losses = losses
+        self.owner = owner
         self._lease = lease
         self._sink = sink
         self._merge = Merge(port, arrivals) if arrivals > 1 else None
@@ -315,15 +266,6 @@ class Inbound:
             self._reached.append((num_taken, reached))
             await reached
 
-    def _count(self) -> None:
-        self.num_taken += 1
-        if self._wanted:
-            self._set_gate()
-            for number, reached in self._reached:
-                if number <= self.num_taken and not reached.done():
-                    reached.set_result(None)
-            self._reached = [entry for entry in self._reached if not entry[1].done()]
-
     async def take(self) -> Item | None:
         """The next item, tombstones included; None at end of stream."""
         while (delivery := await self._delivery()) is not None:
@@ -354,84 +296,88 @@ class Inbound:
                         return None
                 await self._gate.wait()
                 if self._ahead:  # a concurrent take may have removed it during the wait for the gate
-                    self._count()
+                    self.num_taken += 1
+                    if self._wanted:
+                        self._set_gate()
+                        for number, reached in self._reached:
+                            if number <= self.num_taken and not reached.done():
+                                reached.set_result(None)
+                        self._reached = [entry for entry in self._reached if not entry[1].done()]
                     return self._ahead.popleft()
 
-    async def _next(self) -> Item | None:
+    async def _next_item(self) -> Item | None:
         """The next item for user code; tombstones on the way are forwarded here."""
         while (item := await self.take()) is not None:
             if isinstance(item.body, Tombstone):
-                self.forward(item)
+                self.owner.forward(item.whole, item.body)
             elif (why := self._open_items.given_up.why(item.envelope.group_id)) is not None:
                 self._drop(item, *why)
             else:
                 return item
         return None
 
-    def forward(self, item: Item) -> None:
-        """Forward the tombstone `item`, which user code must not see."""
-        assert isinstance(item.body, Tombstone)
-        self._losses.forward(item.whole, item.body)
-
-    def lost_here(self, parts: Sequence[Item], marker: Tombstone) -> None:
-        """Book `marker`: a join received it for one part of a sample, and messages for other parts."""
-        self._losses.book(parts, marker)
-
     def work_on(self, item: Item) -> Invocation:
         """The invocation of one item, or of the joined sample that `item` is a part of. The engine ends it."""
         return self._invocation(item.given, [item], whole=item, end=self._finish)
 
     def _invocation(self, value: Any, items: list[Item], **ends: Any) -> Invocation:
-        return Invocation(value, items, lease=self._lease, activity=self._activity, trace=self._losses, **ends)
+        return Invocation(value, items, lease=self._lease, activity=self._activity, owner=self.owner, **ends)
 
     async def _finish(self, item: Item) -> None:
-        await self._losses.leave(item.whole)
+        await self.owner.leave(item.whole)
         for part in item.whole:
             self._open_items.end_invocation(part, sink=self._sink)
 
     def iterate(self) -> AsyncIterator[Any]:
-        return Invocations(self._next_invocation)
+        async def pull() -> Invocation | None:
+            item = await self._next_item()
+            return None if item is None else self.work_on(item)
 
-    async def _next_invocation(self) -> Invocation | None:
-        item = await self._next()
-        return None if item is None else self.work_on(item)
+        return Invocations(pull)
 
     async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None:
-        each = _Each(body, asyncio.Semaphore(concurrency), asyncio.current_task())
+        slots, task, failed = asyncio.Semaphore(concurrency), asyncio.current_task(), False
+
+        def is_ending() -> bool:
+            """Whether the invocations are being cancelled: one of them has failed, or the enclosing task is."""
+            return failed or task is None or bool(task.cancelling())
+
+        async def work(item: Item) -> None:
+            invocation = self.work_on(item)
+            await invocation.begin()
+            invocation.enter()
+            with self._open_items.noting_failure():
+                await self._run_body(body, item, is_ending)
+                invocation.leave()
+                await invocation.finish()
+            slots.release()
+
         async with asyncio.TaskGroup() as tasks:
             try:
                 while True:
-                    await each.slots.acquire()  # slot first: items without one stay in the inbox, which snapshots save
-                    item = await self._next()
+                    await slots.acquire()  # slot first: items without one stay in the inbox, which snapshots save
+                    item = await self._next_item()
                     if item is None:
                         return
-                    tasks.create_task(self._work(each, item))
+                    tasks.create_task(work(item))
             except BaseException:  # the tasks that still run must know that the loop has ended
-                each.left = True
+                failed = True
                 raise
 
-    async def _work(self, each: _Each, item: Item) -> None:
-        work = self.work_on(item)
-        await work.begin()
-        work.enter()
-        with self._open_items.noting_failure():
-            await self._run(each, item)
-            work.leave()
-            await work.finish()
-        each.slots.release()
-
-    async def _run(self, each: _Each, item: Item) -> None:
+    async def _run_body(
+        self, body: Callable[[Any], Awaitable[None]], item: Item, is_ending: Callable[[], bool]
+    ) -> None:
         given_up, group_id = self._open_items.given_up, item.envelope.group_id
         given_up.begin(group_id)
         try:
-            await each.body(item.body)
-        except SampleFailed as failed:
-            self._drop(item, "failed", str(failed))
+            await body(item.body)
+        except SampleFailed as failure:
+            self._drop(item, "failed", str(failure))
         except BaseException as error:  # the boundary to the node's body, which may raise anything
             why = given_up.why(group_id)
-            if why is None or each.cancelled or not isinstance(error, asyncio.CancelledError):
-                failure = as_failure(error, cancelled=each.cancelled)
-                raise failure from failure.__cause__
+            if why is None or is_ending() or not isinstance(error, asyncio.CancelledError):
+                raised = as_failure(error, cancelled=is_ending())
+                raise raised from raised.__cause__
             self._drop(item, *why)
         finally:
             given_up.end(group_id)
@@ -440,20 +386,22 @@ class Inbound:
         return self.grouped(self.take, size)
 
     def join(self, others: Sequence[Any]) -> Any:
-        assert self.joined is not None, "the wiring sets it"
-        return self.joined((self, *others))
+        return Joined((self, *others))
 
     def grouped(self, take: Take, size: int, close: Callable[[], None] = lambda: None) -> Invocations:
         """The groups formed from the items of `take`; a joined sample is represented by one of its parts."""
 
         async def pull() -> Invocation | None:
             while (item := await take()) is not None:
-                group = self._join(item, size)
+                group = self._add_member(item, size)
                 if not group.complete:
                     continue
                 why = self._open_items.given_up.why(group.group_id)
                 if group.items and why is None:
-                    return self._invocation(self._members(group), list(group.items.values()))
+                    given = tuple(group.items[member].given for member in sorted(group.items))
+                    lost: Any = tuple(group.lost[member].body for member in sorted(group.lost))
+                    members = Members(group.group_id, group.ticket, group.size, given, lost)
+                    return self._invocation(members, list(group.items.values()))
                 last: Any = next(iter(group.lost.values())).body if group.lost else None
                 state, reason = why or (last.state, last.reason)
                 self._lose_group(group, state, reason)
@@ -461,7 +409,7 @@ class Inbound:
 
         return Invocations(pull, close)
 
-    def _join(self, item: Item, size: int) -> OpenGroup:
+    def _add_member(self, item: Item, size: int) -> OpenGroup:
         """Add a member to its group, and hold the member until the group ends."""
         envelope = item.envelope
         if not envelope.group_id or envelope.member < 0:
@@ -485,35 +433,26 @@ class Inbound:
             del self._groups[envelope.group_id]
         return group
 
-    def _members(self, group: OpenGroup) -> Members[Any]:
-        return Members(
-            group.group_id,
-            group.ticket,
-            group.size,
-            tuple(group.items[m].given for m in sorted(group.items)),
-            tuple(group.lost[m].body for m in sorted(group.lost)),  # type: ignore[misc]
-        )
-
     def _lose_group(self, group: OpenGroup, state: str, reason: str) -> None:
         """No member of the group is left: forward one marker for the whole group, under its ticket."""
         items = [part for item in (*group.items.values(), *group.lost.values()) for part in item.whole]
         ids = dict.fromkeys(i for item in items for i in tombstone(item, self._open_items.node, "", "").sample_ids)
         marker = Tombstone(group.group_id, -1, state, reason, self._open_items.node, tuple(ids), group.size)
-        self._losses.forward(items, marker)
+        self.owner.forward(items, marker)
 
     def ordered(self) -> AsyncIterator[tuple[int, Any]]:
-        return Invocations(self._next_ordered)
-
-    async def _next_ordered(self) -> Invocation | None:
-        item = await self.take()
-        if item is None:
-            return None
-        ticket = item.envelope.ticket
-        if not isinstance(item.body, Tombstone):
+        async def pull() -> Invocation | None:
+            item = await self.take()
+            if item is None:
+                return None
+            ticket = item.envelope.ticket
+            if isinstance(item.body, Tombstone):
+                self._end(item.whole)
+                return self._invocation((ticket, None), [item])
             item.held = True
             return self._invocation((ticket, item.body), [item])
-        self._end(item.whole)
-        return self._invocation((ticket, None), [item])
+
+        return Invocations(pull)
 
     def hold(self, item: Message) -> None:
         for part in self._open_items.of(item).whole:
@@ -522,7 +461,7 @@ class Inbound:
     def drop(self, item: Message, reason: str, state: str, *, group: bool = False) -> None:
         dropped = self._open_items.of(item)
         if group:
-            self._losses.give_up(dropped, state, reason)
+            self.owner.give_up(dropped, state, reason)
         self._drop(dropped, state, reason, whole_group=group)
 
     def _drop(self, dropped: Item, state: str, reason: str, *, whole_group: bool = False) -> None:
@@ -535,9 +474,9 @@ class Inbound:
             part.lost = marker
         group = dropped.group
         if group is None:
-            self._losses.lose(dropped.whole, marker)
+            self.owner.lose(dropped.whole, marker)
             return
-        self._losses.book(dropped.whole, marker)
+        self.owner.book(dropped.whole, marker)
         if group.sent:
             self._end(dropped.whole)
             return
@@ -570,40 +509,56 @@ class Inbound:
         return self._open_items.of(item).envelope.ticket
 
 
-Key = tuple[str, int]
-"""(group, member)"""
-
-
 class Joined:
-    """LiveJoin of several In ports of one node replica."""
+    """LiveJoin of several In ports of one node replica: matches their messages by sample (`flowrl.join`).
+
+    Invariants
+    - User code gets a sample when every port has delivered its part; the parts end together.
+    - A sample that is lost on one branch or on several is lost once: when its last part has arrived, one tombstone
+      represents all of them. The loss is booked here if some part arrived as a message.
+    - A part that waits for the other parts is unfinished, so a crash or a checkpoint repeats it.
+
+    Waits: for the next message of any port. The wait ends with the end of all streams, or with LaneFailed.
+    """
 
     def __init__(self, ports: Sequence[Inbound]) -> None:
         self._ports = tuple(ports)
-        self._waiting: dict[Key, dict[int, Item]] = {}
-        """Sample with missing parts -> port index -> part that has arrived."""
+        self._waiting: dict[tuple[str, int], dict[int, Item]] = {}
+        """(group, member) of a sample with missing parts -> port index -> part that has arrived."""
         self._takes: dict[asyncio.Task[Item | None], int] | None = None
         """Pending take -> port index; None before the first one."""
 
     def iterate(self) -> AsyncIterator[tuple[Any, ...]]:
-        return Invocations(self._next_invocation, self._close)
-
-    async def _next_invocation(self) -> Invocation | None:
         lead = self._ports[0]
-        while (item := await self._next_whole()) is not None:
-            if not isinstance(item.body, Tombstone):
-                return lead.work_on(item)
-            lead.forward(item)
-        return None
+
+        async def pull() -> Invocation | None:
+            while (item := await self._next_whole()) is not None:
+                if not isinstance(item.body, Tombstone):
+                    return lead.work_on(item)
+                lead.owner.forward(item.whole, item.body)
+            return None
+
+        return Invocations(pull, self._close)
 
     def groups(self, size: int) -> AsyncIterator[Members[Any]]:
         return self._ports[0].grouped(self._next_whole, size, self._close)
 
     async def _next_whole(self) -> Item | None:
-        """One part of the next complete sample: a tombstone if it has one, else the part from the first port."""
-        while (arrival := await self._arrival()) is not None:
-            parts = self._met(*arrival)
-            if parts is not None:
-                return self._lost_here(parts) or parts[0]
+        """One part of the next complete sample: a tombstone that tells why it is lost, else the part from the first
+        port."""
+        while (arrival := await self._next_arrival()) is not None:
+            parts = self._add_part(*arrival)
+            if parts is None:
+                continue
+            lost = [part for part in parts if isinstance(part.body, Tombstone)]
+            if not lost:
+                return parts[0]
+            told = next((part for part in lost if getattr(part.body, "reason", "") != NOT_ROUTED), lost[0])
+            # The messages that other branches delivered are lost here with it. If no branch delivered a message, the
+            # sample was lost before this node, or was routed elsewhere.
+            if len(lost) < len(parts) and isinstance(told.body, Tombstone):
+                self._ports[0].owner.book(parts, told.body)
+            return told
         for (group, member), found in self._waiting.items():
             raise FlowrlError(
                 f"{self._labels(found)} received member {member} of group {group!r}, but the streams of "
@@ -612,40 +567,8 @@ class Joined:
             )
         return None
 
-    def _lost_here(self, parts: tuple[Item, ...]) -> Item | None:
-        """The part that tells why the sample is lost, or None if it is not.
-
-        The messages that other branches delivered are lost here with it. If no branch delivered a message, the sample
-        was lost before this node, or was routed elsewhere.
-        """
-        lost = [part for part in parts if isinstance(part.body, Tombstone)]
-        if not lost:
-            return None
-        told = next((part for part in lost if getattr(part.body, "reason", "") != NOT_ROUTED), lost[0])
-        assert isinstance(told.body, Tombstone)
-        if len(lost) < len(parts):
-            self._ports[0].lost_here(parts, told.body)
-        return told
-
-    def _met(self, index: int, item: Item) -> tuple[Item, ...] | None:
+    def _add_part(self, index: int, item: Item) -> tuple[Item, ...] | None:
         """Add a part to its sample. Returns all parts, in order of ports, if it was the last; otherwise None."""
-        key = self._key(index, item)
-        found = self._waiting.setdefault(key, {})
-        if index in found:
-            raise FlowrlError(
-                f"{self._labels([index])} received member {key[1]} of group {key[0]!r} twice; a branch of a join has "
-                "to send one message for each sample that it receives"
-            )
-        found[index] = item
-        if len(found) < len(self._ports):
-            return None
-        del self._waiting[key]
-        parts = tuple(found[i] for i in sorted(found))
-        for part in parts:
-            part.parts = parts
-        return parts
-
-    def _key(self, index: int, item: Item) -> Key:
         envelope = item.envelope
         if not envelope.group_id or envelope.member < 0:
             raise FlowrlError(
@@ -653,38 +576,45 @@ class Joined:
                 "join before samples are merged into groups, and let every node before the join make each message "
                 "from one item"
             )
-        return envelope.group_id, envelope.member
+        found = self._waiting.setdefault((envelope.group_id, envelope.member), {})
+        if index in found:
+            raise FlowrlError(
+                f"{self._labels([index])} received member {envelope.member} of group {envelope.group_id!r} twice; a "
+                "branch of a join has to send one message for each sample that it receives"
+            )
+        found[index] = item
+        if len(found) < len(self._ports):
+            return None
+        del self._waiting[envelope.group_id, envelope.member]
+        parts = tuple(found[i] for i in sorted(found))
+        for part in parts:
+            part.parts = parts
+        return parts
 
     def _labels(self, indices: Any) -> str:
         return ", ".join(self._ports[index].port for index in sorted(indices))
 
-    async def _arrival(self) -> tuple[int, Item] | None:
+    async def _next_arrival(self) -> tuple[int, Item] | None:
         """(port index, item) of the next arrival; None when every stream has ended. May be cancelled and repeated."""
         if self._takes is None:
             self._takes = {}
             for index in range(len(self._ports)):
-                self._take(index)
+                self._begin_take(self._takes, index)
         while self._takes:
             done, _ = await asyncio.wait(self._takes, return_when=asyncio.FIRST_COMPLETED)
             index = self._takes.pop(take := done.pop())
             if (item := take.result()) is not None:
-                self._take(index)
+                self._begin_take(self._takes, index)
                 return index, item
         return None
 
-    def _take(self, index: int) -> None:
-        assert self._takes is not None
+    def _begin_take(self, takes: dict[asyncio.Task[Item | None], int], index: int) -> None:
         take = asyncio.ensure_future(self._ports[index].take())
-        take.add_done_callback(_heard)
-        self._takes[take] = index
+        # Mark its exception as retrieved: the first lane failure ends the join; later ones are consequences.
+        take.add_done_callback(lambda take: take.cancelled() or take.exception())
+        takes[take] = index
 
     def _close(self) -> None:
         """User code asks for no more samples: cancel the pending takes."""
         for take in self._takes or ():
             take.cancel()
-
-
-def _heard(take: asyncio.Task[Item | None]) -> None:
-    """Mark the exception of a take as retrieved: the first lane failure ends the join; later ones are consequences."""
-    if not take.cancelled():
-        take.exception()

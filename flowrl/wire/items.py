@@ -17,14 +17,15 @@ import asyncio
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Tombstone
+from flowrl.wire.activity import Activity
 from flowrl.wire.edges import Delivery
 from flowrl.wire.encoding.schema import Envelope
 
@@ -33,7 +34,17 @@ REMEMBER = 1 << 14
 
 
 class GivenUp:
-    """The groups that one node replica has to give up, and its tasks that work on members of any group."""
+    """The groups that one node replica has to give up, and its tasks that work on members of any group.
+
+    A group is given up when a node drops the whole of it while other nodes still have members of it.
+
+    Invariants
+    - Work of `each` on a member is cancelled; its sample ends with the same reason, and a tombstone replaces it.
+    - A member that arrives later does not reach user code; such a tombstone also replaces this member.
+    - A member that user code holds, or works on in a plain loop, continues to the next node, and ends there.
+
+    Every member still produces a message or a tombstone, so groups and joins downstream become complete.
+    """
 
     def __init__(self) -> None:
         self._why: OrderedDict[str, tuple[str, str]] = OrderedDict()
@@ -71,7 +82,18 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Custody(Generic[K]):
-    """The items of one node replica. Each method returns the items whose acks are due now."""
+    """Decides when a node may ack an item that it took. Each method returns the items whose acks are due now.
+
+    An item is due for its ack when its invocation has ended and the next process has taken every message made from
+    it (its children), on every lane on which the child was sent. From then on the child's own producer keeps the
+    copy that a crash would need.
+
+    Pure. Invariants
+    - Each item counts what it still waits for: its open invocation, and one for each lane on which a child has not
+      arrived. The item is due exactly when the count reaches 0, and is then forgotten.
+    - A child is counted at all of its parents, and is forgotten when it has arrived on all of its lanes.
+    - Arrivals of unknown children (replays of children whose parents were acked earlier) change nothing.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[K, int] = {}
@@ -268,9 +290,9 @@ class OpenItems:
             item.accounted = True
             item.children.append(child_id)
 
-    def expect_takers(self, parents: Iterable[Item], child_id: bytes, num_lanes: int) -> None:
-        """`child_id`, made from `parents`, is being sent: consumers on `num_lanes` lanes have to take it."""
-        self._custody.child([item.place for item in parents], child_id, num_lanes)
+    def expect_taker(self, parents: Iterable[Item], child_id: bytes) -> None:
+        """`child_id`, made from `parents`, is being sent on one lane more: a consumer has to take it."""
+        self._custody.child([item.place for item in parents], child_id)
 
     def arrived(self, child_ids: Iterable[bytes]) -> None:
         """Consumers have taken these messages (each id appears once for each lane): ack the items that are finished."""
@@ -325,6 +347,43 @@ class OpenItems:
                 "send, hold or drop; end it with `self.PORT.drop(item, reason)` if nothing is made from it"
             )
         self.end(item)
+
+
+class PortOwner(Protocol):
+    """The node replica whose ports these are: it books what is lost, and passes it on."""
+
+    open_items: OpenItems
+    activity: Activity
+
+    async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
+        """Wait for a committed ticket for one group that can reach `trainers`; None when no further group is wanted."""
+
+    def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Book `marker` for the trainers that get nothing made from `items`, and forward it as `forward` does."""
+
+    def book(self, items: Sequence[Item], marker: Tombstone, *, behind: Collection[str] | None = None) -> None:
+        """Book `marker` for the trainers (of `behind`, if given) that get nothing made from `items`."""
+
+    def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Send `marker` on every out port that sent nothing made from `items`, and end the items after that."""
+
+    async def leave(self, items: Sequence[Item]) -> None:
+        """The work on `items` is over: send tombstones where samples are counted and nothing was sent."""
+
+    def use_up(self, items: Sequence[Item]) -> None:
+        """End held `items`: the message made from them has been sent."""
+
+    def give_up(self, item: Item, state: str, reason: str) -> None:
+        """The whole group of `item` is lost: end its other members in whichever node they are."""
+
+    def trace_invocation(self, item: Item, *, begins: bool) -> None:
+        """Trace that an invocation of `item` began or ended."""
+
+    def trace_sent(self, envelope: Envelope) -> None:
+        """Trace that `envelope` was sent."""
+
+    def trace_wait(self, what: str, since_ns: int) -> None:
+        """Trace a wait for `what` ("ticket" or "credit EDGE") that ends now and began at `time.time_ns()` since_ns."""
 
 
 def tombstone(item: Item, node: str, reason: str, state: str) -> Tombstone:

@@ -6,39 +6,16 @@ Waits: a send waits for credit on its lane, an admission waits for a ticket. Bot
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import cast
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Sample, Tombstone
-from flowrl.wire.activity import Activity, in_invocation
+from flowrl.wire.activity import in_invocation
 from flowrl.wire.edges import OutEdge
 from flowrl.wire.encoding.schema import Envelope, message_id, source_id
-from flowrl.wire.items import Item, OpenItems, current, samples_of
-
-
-class OutboundOwner(Protocol):
-    """The node replica of the port."""
-
-    open_items: OpenItems
-    activity: Activity
-
-    async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
-        """Wait for a committed ticket for one group that can reach `trainers`; None when no further group is wanted."""
-
-    def book(self, items: Sequence[Item], marker: Tombstone, *, behind: Collection[str] | None = None) -> None:
-        """Book `marker` for the trainers (of `behind`, if given) that get nothing made from `items`."""
-
-    def use_up(self, items: Sequence[Item]) -> None:
-        """End held `items`: the message made from them has been sent."""
-
-    def trace_sent(self, envelope: Envelope) -> None:
-        """Trace that `envelope` was sent."""
-
-    def trace_wait(self, what: str, since_ns: int) -> None:
-        """Trace a wait for `what` ("ticket" or "credit EDGE") that ends now and began at `time.time_ns()` since_ns."""
-
+from flowrl.wire.items import Item, PortOwner, current, samples_of
 
 Kept = tuple[str, str, Envelope]
 """A message that a checkpoint stores for an edge: (edge, consumer as in `OutEdge.addressed`, message)."""
@@ -52,7 +29,7 @@ class WaitingSend:
     first: int
     """Index of the first edge on which the message is not sent yet."""
     again: bool
-    """Whether a resumed run makes the message again (`_makes_again`); otherwise the checkpoint stores it."""
+    """Whether a resumed run makes the message again (see `_send_on_all`); otherwise the checkpoint stores it."""
     outside: bool
     """Whether the message was made outside of invocations."""
 
@@ -64,7 +41,7 @@ class Outbound:
         self,
         port: str,
         edges: Sequence[OutEdge],
-        owner: OutboundOwner,
+        owner: PortOwner,
         trainers: Sequence[str] = (),
         *,
         counted: bool = False,
@@ -173,7 +150,8 @@ class Outbound:
         """Count a message that the engine itself sends: its send begins (+1), or has ended (-1)."""
         self._num_leaving += change
         if self._ending and not self._num_leaving:
-            self._close_edges()
+            for edge in self.edges:
+                edge.close()
 
     async def restore(self, kept: Kept) -> None:
         """Send a message from a checkpoint again, on the edge where it was in transit."""
@@ -231,10 +209,6 @@ class Outbound:
             self._ending = True
             self.leaving(0)
 
-    def _close_edges(self) -> None:
-        for edge in self.edges:
-            edge.close()
-
     def _book_left_out(self, body: Message, parents: Sequence[Item]) -> None:
         """Book the samples of `parents` that are not in `body` as lost for the trainers behind this port."""
         if not self.trainers or (len(parents) == 1 and isinstance(parents[0].body, Sample | Prompt)):
@@ -268,7 +242,9 @@ class Outbound:
         if not parents:
             self._cursor += 1
             key = source_id(f"{self._open_items.node} {self.port}", str(self._cursor))
-            return Envelope(key, -1, *_own_lineage(body), body)
+            group_id, member = getattr(body, "group_id", ""), getattr(body, "member", -1)
+            known = isinstance(group_id, str) and isinstance(member, int)
+            return Envelope(key, -1, group_id if known else "", member if known else -1, body)
         key = self._next_id(parents)
         self._count(parents)
         heads = [parent.envelope for parent in parents]
@@ -312,47 +288,32 @@ class Outbound:
             self._owner.use_up(held)
 
     async def _send_on_all(self, envelope: Envelope, parents: Sequence[Item]) -> None:
+        """Send on one edge after the other. Until every consumer has taken the message, the parents are not acked."""
         for item in parents:
             item.accounted = True
         if any(not edge.rule.overwrites for edge in self.edges):
             self._mark(parents, envelope.id)
+        # A resumed run lets the node make messages again that have no parents or are made from held items: the node's
+        # state tells what it still has to send. A message that an invocation made from its one item is stored in the
+        # checkpoint, because making it may have been expensive.
+        makes_again = not parents or any(item.held for item in parents)
         try:
             for number, edge in enumerate(self.edges):
-                again = not number and _makes_again(parents)  # later edges need the same message as the first one
+                again = not number and makes_again  # later edges need the same message as the first one
                 self._waiting[envelope.id] = WaitingSend(envelope, number, again, not parents)
-                await self._send_on(edge, envelope, parents)
+                awaited = edge.ids(envelope) if parents and not edge.rule.overwrites else []
+                for key in awaited:  # before the send, so that no ack can arrive first
+                    self._open_items.expect_taker(parents, key)
+                began = time.time_ns()
+                try:
+                    with self._activity.waiting("credit", edge.name, inside=in_invocation.get()):
+                        await edge.send(envelope)
+                except BaseException:  # a send is all or nothing: no consumer will ack a message that was not sent
+                    self._open_items.arrived(awaited)
+                    raise
+                self._owner.trace_wait(f"credit {edge.name}", began)
+                for key in edge.ids(envelope) if edge.rule.to_each else ():
+                    self._owner.trace_sent(replace(envelope, id=key))
         finally:
             self._waiting.pop(envelope.id, None)
         self._owner.trace_sent(envelope)
-
-    async def _send_on(self, edge: OutEdge, envelope: Envelope, parents: Sequence[Item]) -> None:
-        """Send on one edge. Until every consumer has taken the message, the parents are not acked."""
-        arrivals = edge.arrivals(envelope) if parents else []
-        for key, num_lanes in arrivals:  # before the send, so that no ack can arrive first
-            self._open_items.expect_takers(parents, key, num_lanes)
-        began = time.time_ns()
-        try:
-            with self._activity.waiting("credit", edge.name, inside=in_invocation.get()):
-                await edge.send(envelope)
-        except BaseException:  # a send is all or nothing: no consumer will ack a message that was not sent
-            for key, num_lanes in arrivals:
-                self._open_items.arrived([key] * num_lanes)
-            raise
-        self._owner.trace_wait(f"credit {edge.name}", began)
-        for key in edge.ids(envelope) if edge.rule.to_each else ():
-            self._owner.trace_sent(replace(envelope, id=key))
-
-
-def _own_lineage(body: Message) -> tuple[str, int]:
-    """(group, member) of a message without parents, from its own fields."""
-    group_id, member = getattr(body, "group_id", ""), getattr(body, "member", -1)
-    return (group_id, member) if isinstance(group_id, str) and isinstance(member, int) else ("", -1)
-
-
-def _makes_again(parents: Sequence[Item]) -> bool:
-    """Whether a resumed run lets the node make this message again, so that the checkpoint does not store it.
-
-    This is so for messages without parents or made from held items: the node's state tells what it still has to send. A
-    message that an invocation made from its one item is stored, because making it may have been expensive.
-    """
-    return not parents or any(item.held for item in parents)

@@ -10,7 +10,7 @@ fails the server.
 
 Requests wait in order of priority, the smallest number first, then in order of arrival: at the caller for a place on
 the edge, and at the server for one of its `concurrency` places. Every reply tells the caller how many requests the
-other callers have open at the server, waiting or running; `sessions` uses this to choose the server of a request.
+other callers have open at the server, waiting or running; `SessionRouter` uses this to choose the server of a request.
 Waits: a call waits for a place on the edge and for its reply; a server waits until every caller has closed.
 """
 
@@ -60,7 +60,28 @@ class SessionHome:
 
 
 class SessionRouter:
-    """See the module. `caller` is the replica that asks, for example "environment/0".
+    """Chooses the server replica for a request: the one that has served its session, unless that is much busier.
+
+    The load of a replica is the number of requests that this caller has open there, plus the number that the other
+    callers had open there when the replica last replied to this caller. A replica that has not replied yet is given the
+    smallest number that any replica has reported for the other callers: if it counted as idle, all callers would go to
+    the slowest replica, which replies last.
+
+    Invariants
+    - A request goes to a replica whose load exceeds the smallest load by at most the margin; without a margin, to one
+      with the smallest load.
+    - A session stays on its replica for as long as that rule allows. A new session goes where the first session of its
+      group went, for as long as the rule allows; otherwise, and without a group, to a replica with the smallest load.
+    - Among replicas of equal load the choice is round-robin. Each replica of the calling node starts at a different
+      server replica, so that callers without any reply yet do not all choose the same one.
+    - A replica where this caller has nothing open sends it no reply, so the replica's last report would never change.
+      Each reply of another replica therefore lowers that report by one request.
+    - A replica that is out of service is not chosen again; its sessions and groups move to the other replicas. Once all
+      replicas are out of service, the choice is as if all were in service: the caller gives up then.
+    - A group is known while at least one of its sessions is known. At most `most_sessions` sessions are known: a new
+      session replaces the least recently used one, which counts as new if it asks again.
+
+    `caller` is the replica that asks, for example "environment/0".
 
     Without a `margin`, sessions and groups are not remembered, and each request goes to a replica with the smallest
     load.

@@ -156,7 +156,7 @@ def _config_error(text: str) -> Exception:
 
 
 def run_name(run_id: str) -> str:
-    """The prefix of every file name of a run on the machine; `presence` finds the run's files by it."""
+    """The prefix of every file name of a run on the machine; `found` knows the run's files by it."""
     return blake2b(run_id.encode(), digest_size=6).hexdigest()
 
 

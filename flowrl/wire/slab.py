@@ -10,7 +10,7 @@ Invariants
 - All blocks lent to a host are returned when that host's process dies.
 - The memory of a segment is reserved when the segment is made, so a full /dev/shm is an error at that point, and
   never a signal later. If there is no room, arrays are sent as ordinary frames.
-- A segment's name identifies the run, whose processes hold its `presence`: this is how a sweep finds the segments
+- A segment's name identifies the run, whose processes hold its `Presence`: this is how a sweep finds the segments
   of dead runs.
 
 Waits: none.

@@ -46,6 +46,28 @@ def test_the_walk_names_its_stations() -> None:
     assert len(set(NAMED.findall(WALK))) >= 30
 
 
+FILES_OF_THE_WALK, FILES_OF_A_MESSAGE, CLASSES_OF_A_MESSAGE = 48, 10, 12
+"""The most files that the walk leads through, and the most files and classes through which one message passes."""
+DRAWN = re.search(r"```text\n(.*?)```", WALK, re.DOTALL)
+SECTIONS = re.split(r"^## ", WALK, flags=re.MULTILINE)
+
+
+def test_the_walk_gets_no_longer() -> None:
+    assert len(set(re.findall(r"`([\w/]+\.py)\b", WALK))) <= FILES_OF_THE_WALK
+
+
+def test_the_way_of_a_message_is_short_and_leads_through_the_wire() -> None:
+    assert DRAWN is not None
+    classes = re.findall(r"\b[A-Z]\w+", DRAWN[1])
+    assert len(classes) == len(set(classes)) <= CLASSES_OF_A_MESSAGE
+    wire = [path.relative_to(ROOT / "flowrl") for path in (ROOT / "flowrl" / "wire").rglob("*.py")]
+    homes = {name: path.as_posix() for path in wire for name in definitions(ROOT / "flowrl" / path) if name in classes}
+    assert homes.keys() == set(classes)
+    sent, arrived = (next(text for text in SECTIONS if title in text) for title in ("and sent\n", "It arrives\n"))
+    assert set(homes.values()) <= set(re.findall(r"`([\w/]+\.py)\b", sent + arrived)), "the steps name their files"
+    assert len(set(homes.values())) <= FILES_OF_A_MESSAGE
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     wrong = [link for link in links(path.read_text(encoding="utf-8")) if not leads_somewhere(path, link)]

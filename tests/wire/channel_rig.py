@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Int32, Message
 from flowrl.wire.connection import Address, IpcTransport, TcpTransport
-from flowrl.wire.edges import EndOfStream, Inbox, SendLane
+from flowrl.wire.edges import EndOfStream, Inbox, OutEdge
 from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.lanes import LaneSpec
@@ -135,6 +136,6 @@ async def forever(host: str, body: Any) -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def b_to_a(b: Endpoint, a: Endpoint) -> tuple[SendLane, Inbox]:
+def b_to_a(b: Endpoint, a: Endpoint) -> tuple[OutEdge, Inbox]:
     spec = replace(lane(2, to="c"), producer_host="B", consumer_host="A")
-    return b.sender(spec), inbox_of(a, spec)
+    return OutEdge([b.sender(spec)], SHARE), inbox_of(a, spec)

@@ -10,25 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowrl.graph.dispatch_rules import SHARE
-from flowrl.wire.edges import Inbox, OutEdge, ReceiveLane, SendLane
-from flowrl.wire.encoding.multiparts import DATA
+from flowrl.wire.edges import Inbox, OutEdge
+from flowrl.wire.encoding.multiparts import CREDIT, DATA
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.lanes import ReceiverLane, SenderLane
 from tests.rigs.ticks import ticks
 from tests.wire.channel_rig import inbox_of, lane, play, run, thing
-
-
-class Silent:
-    """An owner of lane ends that sends nothing: frames are fed by hand."""
-
-    def sent(self, lane: SendLane) -> None:
-        pass
-
-    def flush_soon(self, lane: ReceiveLane) -> None:
-        pass
-
-    def opened(self, lane: ReceiveLane) -> None:
-        pass
 
 
 def test_a_take_waits_on_when_what_waited_for_it_is_cancelled() -> None:
@@ -95,23 +82,20 @@ async def end(tasks: list[asyncio.Task[Any]]) -> list[Any]:
 @settings(max_examples=300, deadline=None)
 def test_every_message_goes_to_one_take_whatever_is_cancelled(script: list[tuple[str, int]]) -> None:
     async def main() -> None:
-        machine = ReceiverLane(lane(100))
-        receive, inbox = ReceiveLane(lane(100), machine, Silent()), Inbox("b.in")
+        receive, inbox, came = ReceiverLane(lane(100)), Inbox("b.in"), 0
         inbox.add(receive)
-        changed, came = receive.changed, 0
 
         def message() -> None:
             nonlocal came
-            machine.on_data(came, [thing(came)])
+            receive.on_data(came, [thing(came)])
             came += 1
-            assert changed is not None
-            changed(receive)
+            receive.on_change(receive)
 
         tasks = await play_out(script, lambda _: inbox.take(), message)
         waiting = sum(not task.done() for task in tasks)
-        assert waiting == 0 or machine.depth == 0, "a message and a take wait for each other"
+        assert waiting == 0 or receive.depth == 0, "a message and a take wait for each other"
         taken = [delivery.envelope.body.index for delivery in await end(tasks)]
-        taken += [(await inbox.take()).envelope.body.index for _ in range(machine.depth)]
+        taken += [(await inbox.take()).envelope.body.index for _ in range(receive.depth)]
         assert sorted(taken) == list(range(came))
 
     play(main())
@@ -123,14 +107,13 @@ def test_every_message_goes_to_one_take_whatever_is_cancelled(script: list[tuple
 @settings(max_examples=300, deadline=None)
 def test_sends_go_once_and_in_order_whatever_is_cancelled(script: list[tuple[str, int]]) -> None:
     async def main() -> None:
-        machine = SenderLane(lane(1))
-        send = SendLane(lane(1), machine, Silent())
-        edge = OutEdge([send], SHARE)
+        sender = SenderLane(lane(1))
+        edge = OutEdge([sender], SHARE)
         await edge.send(thing(-1))  # takes the only credit: those that follow wait
 
         def credit() -> None:
-            if machine.num_taken < machine.num_sent:
-                send.taken(machine.on_credit(machine.num_taken + 1))
+            if sender.num_taken < sender.num_sent:
+                sender.take_frame((CREDIT, sender.spec.number, sender.session, sender.num_taken + 1, None))
 
         async def one(index: int) -> int:
             await edge.send(thing(index))
@@ -138,9 +121,9 @@ def test_sends_go_once_and_in_order_whatever_is_cancelled(script: list[tuple[str
 
         tasks = await play_out(script, one, credit)
         waiting = sum(not task.done() for task in tasks)
-        assert waiting == 0 or machine.credits == 0, "a credit and a send wait for each other"
+        assert waiting == 0 or sender.credits == 0, "a credit and a send wait for each other"
         sent = await end(tasks)
-        frames = [envelope.body.index for frame in machine.flush() if frame[0] == DATA for envelope in frame[4]]
+        frames = [envelope.body.index for frame in sender.flush() if frame[0] == DATA for envelope in frame[4]]
         assert frames == [-1, *sent] == sorted(frames)
 
     play(main())

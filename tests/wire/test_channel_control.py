@@ -355,13 +355,13 @@ def test_an_error_of_any_name_is_one_of_flowrls(kind: str) -> None:
 def test_a_request_that_is_refused_fails_where_it_was_made_and_what_follows_comes_in() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         b.on("echo", lambda host, body: body)
-        peer = a._router.peer("B")
-        assert peer.link is not None
+        peer = a.connection("B")
+        assert peer.linked
         request = asyncio.ensure_future(a.request("B", "echo", 1))
         await ticks()  # its number is 1
-        peer.link.add([peer.outgoing.numbered((REQUEST, 0, 0, 1, "no kind and body"))])
-        peer.outgoing.keep((REQUEST, 0, 0, 1, None))
-        peer.link.flush()
+        peer._add([peer.numbers.numbered((REQUEST, 0, 0, 1, "no kind and body"))])
+        peer.numbers.keep((REQUEST, 0, 0, 1, None))
+        peer._flush()
         with contextlib.suppress(WireError):
             assert await request == 1
         assert await a.request("B", "echo", 2) == 2

@@ -14,7 +14,7 @@ from flowrl.messages import Message
 from flowrl.wire.encoding.multiparts import Frame
 from flowrl.wire.encoding.schema import Envelope, message_id, source_id
 from flowrl.wire.items import Custody
-from flowrl.wire.lanes import LaneSpec, ReceiverLane, SenderLane, session_number, to_receiver, to_sender
+from flowrl.wire.lanes import LaneSpec, ReceiverLane, SenderLane, session_number
 
 # The bookkeeping by itself
 
@@ -192,10 +192,10 @@ class Process:
     def receive(self, frame: Frame, *, forward: bool) -> None:
         if forward:
             assert self.inbound is not None
-            to_receiver(self.inbound, frame)
+            self.inbound.take_frame(frame)
         else:
             assert self.outbound is not None
-            taken, _ = to_sender(self.outbound, frame)
+            taken, _ = self.outbound.take_frame(frame)
             for id in taken:
                 self.acknowledge(self.custody.arrived(id))
 

@@ -14,7 +14,7 @@ import pytest
 from flowrl.errors import ConfigError, LaneFailed
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.wire.connection import Address, CurveKeys, TcpTransport
-from flowrl.wire.edges import EndOfStream, Inbox, OutEdge, ReceiveLane, SendLane
+from flowrl.wire.edges import EndOfStream, Inbox, OutEdge
 from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.lanes import ReceiverLane
@@ -69,7 +69,7 @@ def test_everything_arrives_in_order_once_and_is_acked(transport: str) -> None:
 @every_transport
 def test_arrays_of_all_sizes(transport: str) -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        sender, inbox = a.sender(lane()), inbox_of(b, lane())
+        sender, inbox = OutEdge([a.sender(lane())], SHARE), inbox_of(b, lane())
         for index, size in enumerate((0, 10, 3_000, 50_000, 400_000)):
             values = np.arange(size, dtype=np.int32)
             await sender.send(Envelope(source_id("t", str(index)), body=Thing(index, values)))
@@ -84,12 +84,12 @@ def test_arrays_of_all_sizes(transport: str) -> None:
 
 def test_credits_bound_what_is_under_way() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        sender, inbox = a.sender(lane(capacity=3)), inbox_of(b, lane(capacity=3))
+        sender, inbox = OutEdge([a.sender(lane(capacity=3))], SHARE), inbox_of(b, lane(capacity=3))
         for index in range(3):
             await sender.send(thing(index))
         waiting = asyncio.ensure_future(sender.send(thing(3)))
         await a.request("B", "sync")
-        assert not waiting.done() and sender.credits == 0
+        assert not waiting.done() and sender.lanes[0].credits == 0
         assert [(wait.kind, wait.what) for wait in a.watch()] == [("credit", lane().name)]
         await inbox.take()
         await waiting
@@ -121,30 +121,15 @@ def test_a_cancelled_send_has_sent_nothing_and_the_next_goes_on() -> None:
     run(body)
 
 
-class Silent:
-    """An owner of lane ends that sends nothing: frames are fed by hand."""
-
-    def sent(self, lane: SendLane) -> None:
-        pass
-
-    def flush_soon(self, lane: ReceiveLane) -> None:
-        pass
-
-    def opened(self, lane: ReceiveLane) -> None:
-        pass
-
-
 def test_a_take_cancelled_between_waking_and_taking_leaves_the_message_to_the_next() -> None:
     async def main() -> None:
-        machine = ReceiverLane(lane())
-        end, inbox = ReceiveLane(lane(), machine, Silent()), Inbox("b.in")
+        end, inbox = ReceiverLane(lane()), Inbox("b.in")
         inbox.add(end)
         takes = [asyncio.ensure_future(inbox.take()) for _ in range(3)]
         await asyncio.wait(takes, timeout=0)
         takes[1].cancel()
-        machine.on_data(0, [thing(0)])
-        assert end.changed is not None
-        end.changed(end)  # wakes the first
+        end.on_data(0, [thing(0)])
+        end.on_change(end)  # wakes the first
         takes[0].cancel()
         assert (await takes[2]).envelope.id == thing(0).id
         assert takes[0].cancelled() and takes[1].cancelled()
@@ -155,7 +140,7 @@ def test_a_take_cancelled_between_waking_and_taking_leaves_the_message_to_the_ne
 def test_one_port_merges_lanes_in_turn_and_ends_with_the_last() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         specs = [lane(consumer=i) for i in range(2)]
-        senders = [a.sender(spec) for spec in specs]
+        senders = [OutEdge([a.sender(spec)], SHARE) for spec in specs]
         inbox = inbox_of(b, *specs)
         for index in range(3):
             await senders[0].send(thing(index))
@@ -169,7 +154,7 @@ def test_one_port_merges_lanes_in_turn_and_ends_with_the_last() -> None:
 
 def test_a_restored_message_comes_first_and_is_acked_to_nobody() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        sender, inbox = a.sender(lane()), inbox_of(b, lane())
+        sender, inbox = OutEdge([a.sender(lane())], SHARE), inbox_of(b, lane())
         inbox.restore(thing(7))
         await sender.send(thing(7))
         await sender.send(thing(8))
@@ -254,10 +239,10 @@ def test_an_endpoint_that_was_neverclosing_closes() -> None:
 
 def test_lanes_with_other_schemas_fail_at_both_ends() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        sender, inbox = a.sender(lane(1)), inbox_of(b, lane(1, types=("Tombstone",)))
+        sender, inbox = OutEdge([a.sender(lane(1))], SHARE), inbox_of(b, lane(1, types=("Tombstone",)))
         with pytest.raises(LaneFailed, match="carries Thing"):
             await inbox.take()
-        await sender.send(thing(0)) if sender.credits and not sender.machine.failed else None
+        await sender.send(thing(0)) if sender.lanes[0].credits and not sender.lanes[0].failed else None
         with pytest.raises(LaneFailed, match="carries Thing"):
             await sender.send(thing(1))
 

@@ -17,7 +17,6 @@ import pytest
 from flowrl.errors import LaneFailed, WireError
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.wire import connection as links
-from flowrl.wire.connection import SocketLink
 from flowrl.wire.edges import Inbox, OutEdge
 from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.endpoint import Endpoint
@@ -42,10 +41,10 @@ from tests.wire.channel_rig import (
 @every_transport
 def test_a_failed_lane_raises_at_the_other_end_and_is_no_end_of_stream(transport: str) -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        sender, inbox = a.sender(lane(1)), inbox_of(b, lane(1))
+        sender, inbox = OutEdge([a.sender(lane(1))], SHARE), inbox_of(b, lane(1))
         take = asyncio.ensure_future(inbox.take())
         await asyncio.wait([take], timeout=0)
-        sender.fail("node 'a' raised ValueError")
+        sender.lanes[0].fail("node 'a' raised ValueError")
         with pytest.raises(LaneFailed, match=r"a/0.out -> b/0.in.*ValueError"):
             await take
         with pytest.raises(LaneFailed):
@@ -56,12 +55,12 @@ def test_a_failed_lane_raises_at_the_other_end_and_is_no_end_of_stream(transport
 
 def test_a_consumer_that_fails_ends_waiting_sends() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        sender, receiver = a.sender(lane(1)), b.receiver(lane(1))
+        sender, receiver = OutEdge([a.sender(lane(1))], SHARE), b.receiver(lane(1))
         Inbox("b.in").add(receiver)
         await sender.send(thing(0))
         waits = [asyncio.ensure_future(sender.send(thing(i))) for i in (1, 2)]
         await asyncio.wait(waits, timeout=0)
-        receiver.fail("node 'b' raised")
+        receiver.refuse("node 'b' raised")
         for wait in waits:
             with pytest.raises(LaneFailed, match="node 'b' raised"):
                 await wait
@@ -71,7 +70,7 @@ def test_a_consumer_that_fails_ends_waiting_sends() -> None:
 
 def test_the_supervisors_word_fails_sends_takes_and_requests() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        sender = a.sender(lane(1))
+        sender = OutEdge([a.sender(lane(1))], SHARE)
         back = replace(lane(1, to="c"), producer_host="B", consumer_host="A")
         inbox = inbox_of(a, back)
         await sender.send(thing(0))
@@ -97,7 +96,7 @@ def test_the_supervisors_word_fails_sends_takes_and_requests() -> None:
 @every_transport
 def test_what_cannot_travel_raises_where_it_is_sent(transport: str) -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        sender = a.sender(lane())
+        sender = OutEdge([a.sender(lane())], SHARE)
         with pytest.raises(WireError, match=r"lane 'a/0.out -> b/0.in'.*type builtins.object cannot be sent"):
             await sender.send(Envelope(bytes(16), body=Thing(object())))  # type: ignore[arg-type]
         with pytest.raises(LaneFailed):
@@ -108,7 +107,7 @@ def test_what_cannot_travel_raises_where_it_is_sent(transport: str) -> None:
 
 def test_closing_an_endpoint_ends_every_wait() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
-        sender, inbox = a.sender(lane(1)), inbox_of(b, lane(1))
+        sender, inbox = OutEdge([a.sender(lane(1))], SHARE), inbox_of(b, lane(1))
         b.on("never", forever)
         await sender.send(thing(0))
         await inbox.take()
@@ -316,7 +315,7 @@ def test_a_process_that_holds_the_gil_is_not_taken_for_one_that_has_vanished(bea
             assert await a.request("B", "ask") == 1
             a.notify("B", "sleep")
             assert await a.request("B", "ask") == 1
-            monitors = [peer.link._monitor for peer in a._router._peers.values() if isinstance(peer.link, SocketLink)]
+            monitors = [connection._monitor for connection in a._connections.values()]
             assert [monitor._connections for monitor in monitors if monitor] == [1]
 
     play(main())
@@ -404,7 +403,7 @@ def test_what_was_lost_with_a_connection_has_arrived_when_arrived_returns(when: 
 
     async def body(a: Endpoint, b: Endpoint, there: Proxy, back: Proxy) -> None:
         b.on("ping", lambda host, body: None)
-        sender, inbox = a.sender(lane(8)), inbox_of(b, lane(8))
+        sender, inbox = OutEdge([a.sender(lane(8))], SHARE), inbox_of(b, lane(8))
         to_a, from_b = b_to_a(b, a)
         for edge, port in ((sender, inbox), (to_a, from_b)):
             await edge.send(thing(0))
@@ -424,7 +423,7 @@ def test_what_was_lost_with_a_connection_has_arrived_when_arrived_returns(when: 
         await asyncio.wait([asked], timeout=0)
         there.let_in()
         await asked
-        assert inbox.lanes[0].machine.num_received == 2
+        assert inbox.lanes[0].num_received == 2
         assert to_a.unacked() == []
         assert a.moves() > moves
 
@@ -467,7 +466,7 @@ def test_a_restarted_producer_repeats_itself_unnoticed() -> None:
         a, b = await opened("A", "ipc"), await opened("B", "ipc")
         a.connect("B", via("ipc", b.address))
         b.connect("A", via("ipc", a.address))
-        sender, inbox = a.sender(lane(8)), inbox_of(b, lane(8))
+        sender, inbox = OutEdge([a.sender(lane(8))], SHARE), inbox_of(b, lane(8))
         for index in range(4):
             await sender.send(thing(index))
         deliveries = [await inbox.take() for _ in range(3)]

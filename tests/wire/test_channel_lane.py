@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import LaneFailed
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Tombstone
 from flowrl.wire.connection import Listener, Target
+from flowrl.wire.edges import OutEdge
 from flowrl.wire.encoding.multiparts import ACK, CREDIT, DATA, ERROR, RESEND, TO_SENDER, Frame
 from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.endpoint import Endpoint
@@ -26,8 +28,6 @@ from flowrl.wire.lanes import (
     Seen,
     SenderLane,
     session_number,
-    to_receiver,
-    to_sender,
 )
 from tests.rigs.ticks import ticks
 from tests.wire.channel_rig import inbox_of, lane, run, thing
@@ -53,9 +53,9 @@ def exchange(sender: Sender, receiver: Receiver) -> None:
     while frames := sender.flush() + receiver.flush():
         for frame in frames:
             if frame[0] in TO_SENDER:
-                to_sender(sender, frame)
+                sender.take_frame(frame)
             else:
-                to_receiver(receiver, frame)
+                receiver.take_frame(frame)
 
 
 def kinds(frames: list[Frame]) -> list[int]:
@@ -297,13 +297,13 @@ def test_a_peer_that_breaks_the_protocol_fails_the_lane_and_is_still_heard() -> 
             ("c", (ACK, 0, "x"), "the consumer's process sent a frame of kind 4"),
         ):
             inbox_of(b, lane(2, to=to))
-            sender = a.sender(lane(2, to=to))
+            sender = OutEdge([a.sender(lane(2, to=to))], SHARE)
             await sender.send(thing(0))
             await sender.send(thing(1))
             waiting = asyncio.ensure_future(sender.send(thing(2)))
             await a.request("B", "echo", 1)
             assert not waiting.done()
-            b._router.post("A", (kind, sender.spec.number, sender.machine.session, seq, payload))
+            b.connection("A").post((kind, sender.lanes[0].spec.number, sender.lanes[0].session, seq, payload))
             assert await b.request("A", "echo", 2) == 2
             with pytest.raises(LaneFailed, match=reason):
                 await waiting
@@ -338,6 +338,25 @@ def test_what_waits_behind_bytes_that_broke_the_receiver_is_read() -> None:
         socket.close()
         push.close(0)
         context.term()
+
+    play_out(main())
+
+
+def test_a_send_goes_on_when_a_new_consumer_has_taken_what_the_one_before_had_taken() -> None:
+    """No message is taken for the first time then, but its credits are back."""
+
+    async def main() -> None:
+        sender = SenderLane(spec(2))
+        edge = OutEdge([sender], SHARE)
+        for index in range(2):
+            await edge.send(envelope(index))
+        sender.take_frame((CREDIT, sender.spec.number, 0, 2, None))
+        sender.restart(session_number(0, 1))
+        waiting = asyncio.ensure_future(edge.send(envelope(2)))
+        await ticks()
+        assert not waiting.done() and sender.credits == 0
+        assert sender.take_frame((CREDIT, sender.spec.number, sender.session, 2, None)) == ([], ())
+        await asyncio.wait_for(waiting, 1)
 
     play_out(main())
 
@@ -475,9 +494,9 @@ class World:
             return
         frame = wire.pop(min(at, len(wire) - 1))
         if direction == 0:
-            to_receiver(self.receiver, frame)
+            self.receiver.take_frame(frame)
         else:
-            taken, acked = to_sender(self.sender, frame)
+            taken, acked = self.sender.take_frame(frame)
             assert self.told.isdisjoint(taken), "a message is told to be taken in once"
             self.told.update(taken)
             self.acked.update(acked)
@@ -654,7 +673,7 @@ class LatestWorld:
         if self.wires[direction]:
             frame = self.wires[direction].pop(0)
             if self.random.random() > 0.2:
-                to_receiver(self.receiver, frame) if direction == 0 else to_sender(self.sender, frame)
+                self.receiver.take_frame(frame) if direction == 0 else self.sender.take_frame(frame)
 
     def take(self) -> None:
         if self.receiver.ready:

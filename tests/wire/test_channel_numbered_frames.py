@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.wire.connection import Incoming, Outgoing
+from flowrl.wire.connection import NumberedFrames
 from flowrl.wire.encoding.multiparts import CONFIRM, NOTIFY, Frame
 
 
@@ -21,8 +21,8 @@ class World:
     """One direction of a control link, and the words that confirm on the way back."""
 
     random: Random
-    outgoing: Outgoing = field(default_factory=Outgoing)
-    incoming: Incoming = field(default_factory=Incoming)
+    outgoing: NumberedFrames = field(default_factory=NumberedFrames)
+    incoming: NumberedFrames = field(default_factory=NumberedFrames)
     there: list[Frame] = field(default_factory=list)
     back: list[Frame] = field(default_factory=list)
     num_made: int = 0
@@ -38,7 +38,7 @@ class World:
 
     def deliver(self, at: int = 0) -> None:
         frame = self.there.pop(min(at, len(self.there) - 1))
-        if self.incoming.lets_in(frame):
+        if self.incoming.admits(frame):
             self.heard.append(frame[4][1])
         if self.incoming.has_unflushed and self.random.random() < 0.5:
             self.back += self.incoming.flush()
@@ -97,26 +97,26 @@ def test_each_frame_is_let_in_once_and_in_order_and_kept_no_longer_than_that(see
 
 
 def test_frames_without_a_number_always_come_in_and_are_not_confirmed() -> None:
-    incoming = Incoming()
-    assert incoming.lets_in(note(0)) and incoming.lets_in(note(0))
+    incoming = NumberedFrames()
+    assert incoming.admits(note(0)) and incoming.admits(note(0))
     assert not incoming.has_unflushed
 
 
 def test_numbers_go_beyond_what_one_field_of_a_header_holds() -> None:
-    outgoing, incoming = Outgoing(), Incoming()
-    outgoing._confirmed = incoming._number = (1 << 32) - 2
+    outgoing, incoming = NumberedFrames(), NumberedFrames()
+    outgoing._confirmed = incoming._admitted = (1 << 32) - 2
     for index in range(4):
         frame = outgoing.numbered(note(index))
         assert max(frame[1], frame[2]) < 1 << 32
         outgoing.keep(frame)
-        assert incoming.lets_in(frame) and not incoming.lets_in(frame)
+        assert incoming.admits(frame) and not incoming.admits(frame)
     [(_, _, _, number, _)] = incoming.flush()
     outgoing.on_confirm(number)
     assert outgoing.unconfirmed() == []
 
 
 def test_a_word_for_more_than_was_made_confirms_what_was_made() -> None:
-    outgoing = Outgoing()
+    outgoing = NumberedFrames()
     outgoing.keep(outgoing.numbered(note(0)))
     outgoing.on_confirm(9)
     assert outgoing.unconfirmed() == [] and outgoing.numbered(note(1))[1:3] == (0, 2)

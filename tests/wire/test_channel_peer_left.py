@@ -41,9 +41,9 @@ def test_what_comes_with_the_loss_of_a_peer_and_after_it_stays_in_order(transpor
         driver.notify("core", "note", 0)
         driver.notify("core", "lost", {"host": "gone", "reason": "died", "replica_ids": []})
         driver.notify("core", "note", 1)
-        driver._router._flush()
+        driver._flusher.flush_dirty()
         driver.notify("core", "note", 2)
-        driver._router._flush()
+        driver._flusher.flush_dirty()
         time.sleep(0.2)  # noqa: ASYNC251 (core is busy until all of it has arrived)
         async with asyncio.timeout(10):
             assert await driver.request("core", "ask") is True
@@ -61,14 +61,14 @@ def test_nothing_is_kept_for_a_peer_that_has_left() -> None:
         await arrived.wait()
         core.notify("gone", "note", "unconfirmed")
         core.peer_left("gone", "died")
-        peer = core._router.peer("gone")
+        peer = core.connection("gone")
         for _ in range(5):
             arrived.clear()
             driver.notify("core", "note")
             await arrived.wait()
             core.notify("gone", "note", 1)
-            core._router._confirm()
-        assert (peer.unflushed, peer.pending, peer.outgoing.unconfirmed()) == ([], [], [])
+            core._flusher.send_confirmations()
+        assert (peer.unflushed, peer._pending, peer.numbers.unconfirmed()) == ([], [], [])
         with pytest.raises(LaneFailed, match="died"):
             await core.request("gone", "ask")
         await core.arrived(["gone"])

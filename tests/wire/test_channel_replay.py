@@ -87,10 +87,8 @@ def test_a_process_that_is_stopped_for_longer_than_the_heartbeat_loses_and_repea
         endpoint = Endpoint("A", run_id=run, driver_pid=os.getpid(), transport=TCP)
         away = to_text(via("tcp", await endpoint.open()))
         endpoint.on("done", lambda host, body: None)
-        reconnected = endpoint._router.reconnected
-        monkeypatch.setattr(
-            endpoint._router, "reconnected", lambda host: (reconnections.append(host), reconnected(host))
-        )
+        reconnected = endpoint._reconnected
+        monkeypatch.setattr(endpoint, "_reconnected", lambda host: (reconnections.append(host), reconnected(host)))
         edge, inbox = OutEdge([endpoint.sender(INTO)], SHARE), Inbox("sink.in")
         inbox.add(endpoint.receiver(OUT))
         process = await asyncio.create_subprocess_exec(

@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import WireError
+from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Message
 from flowrl.wire import slab
+from flowrl.wire.edges import OutEdge
 from flowrl.wire.encoding.multiparts import DATA, NOTIFY, MessageDecoder, MessageEncoder
 from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.run_files import Presence, run_prefix, socket_root, sweep
@@ -183,7 +185,7 @@ def test_messages_forwarded_and_kept_never_change_under_their_reader() -> None:
         a, b = await opened("A", "ipc"), await opened("B", "ipc")
         a.connect("B", via("ipc", b.address))
         b.connect("A", via("ipc", a.address))
-        sender, inbox = a.sender(lane()), inbox_of(b, lane())
+        sender, inbox = OutEdge([a.sender(lane())], SHARE), inbox_of(b, lane())
         kept = []
         for index in range(20):
             values = np.full(LARGE, index, np.int32)

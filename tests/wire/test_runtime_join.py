@@ -69,8 +69,8 @@ class Sent:
         self.envelopes.append(envelope)
         self.replica.open_items.arrived([envelope.id])
 
-    def arrivals(self, envelope: Envelope) -> list[tuple[bytes, int]]:
-        return [(envelope.id, 1)]
+    def ids(self, envelope: Envelope) -> list[bytes]:
+        return [envelope.id]
 
     def close(self) -> None:
         pass

@@ -60,8 +60,8 @@ class Edge:
         await self._credit.wait()
         self.kept.append(envelope)
 
-    def arrivals(self, envelope: Envelope) -> list[tuple[bytes, int]]:
-        return [(envelope.id, 1)]
+    def ids(self, envelope: Envelope) -> list[bytes]:
+        return [envelope.id]
 
     def addressed(self, envelope: Envelope) -> list[tuple[str, Envelope]]:
         return [("", envelope)]

@@ -16,7 +16,7 @@ import socket
 import traceback
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -467,7 +467,7 @@ class ProcessEngine:
         many, further reports contain only the rest of them."""
         first, *more = [*chunked(self.trace.drain())] or [[]]
         nodes = {replica_id: replica.context.meters.read() for replica_id, replica in self.replicas.items()}
-        lanes = {name: stats.as_dict() for name, stats in self.endpoint.statistics().items()}
+        lanes = {name: asdict(stats) for name, stats in self.endpoint.statistics().items()}
         for report in ({"nodes": nodes, "lanes": lanes, "trace": first}, *({"trace": events} for events in more)):
             self.endpoint.notify(DRIVER, "statistics", report)
 

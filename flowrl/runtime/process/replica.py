@@ -27,7 +27,7 @@ from flowrl.wire.control import Answer
 from flowrl.wire.edges import Inbox, OutEdge
 from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.endpoint import Endpoint
-from flowrl.wire.in_ports import Inbound, Joined
+from flowrl.wire.in_ports import Inbound
 from flowrl.wire.items import NOT_ROUTED, Item, OpenItems, samples_of
 from flowrl.wire.lanes import LaneSpec
 from flowrl.wire.out_ports import Kept, Outbound
@@ -38,7 +38,7 @@ TRACED_WAIT_NS = 1_000_000
 
 
 class Replica:
-    """Runs one node. It also records the losses of its in ports (`inbound.Losses`)."""
+    """Runs one node. It also records the losses of its in ports (`items.PortOwner`)."""
 
     def __init__(self, node: Node, place: ReplicaPlace, endpoint: Endpoint, trace: TraceBuffer, lease: Lease) -> None:
         self.node = node
@@ -97,7 +97,7 @@ class Replica:
         self.forward(items, marker)
 
     def book(self, items: Sequence[Item], marker: Tombstone, *, behind: Collection[str] | None = None) -> None:
-        """Report `marker` to the ledger; see `inbound.Losses`. The items stay open, and nothing is forwarded.
+        """Report `marker` to the ledger; see `items.PortOwner`. The items stay open, and nothing is forwarded.
 
         The loss is booked for each trainer that this node leads to (only those in `behind`, if given), except trainers
         behind an out port on which something made from `items` was sent already.
@@ -109,7 +109,7 @@ class Replica:
             self.context.ledger.lost(marker, sorted(lost_at))
 
     def give_up(self, item: Item, state: str, reason: str) -> None:
-        """See `inbound.Losses`. Raises FlowrlError if a branch that does not pass here may still need the group."""
+        """See `items.PortOwner`. Raises FlowrlError if a branch that does not pass here may still need the group."""
         group_id = item.envelope.group_id
         if not group_id:
             raise FlowrlError(f"it dropped the group of a {type(item.body).__name__} that belongs to no group")
@@ -176,7 +176,7 @@ class Replica:
             return None
 
     async def leave(self, items: Sequence[Item]) -> None:
-        """See `inbound.Losses`. If the caller is cancelled, the work continues in its own task."""
+        """See `items.PortOwner`. If the caller is cancelled, the work continues in its own task."""
         if len(self.outbound) > 1 and (leaving := self._report_elsewhere(items)) is not None:
             await asyncio.shield(leaving)
 
@@ -315,9 +315,7 @@ def _connect_in(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, ar
     away = label.partition(".")[2] in replica.node.facts().without_devices
     lease = Lease("", replica.place.replica_id, endpoint) if away else replica.lease
     services = (replica.open_items, replica.activity, replica, lease)
-    port = Inbound(label, inbox, *services, sink=sink, arrivals=arrivals)
-    port.joined = Joined
-    return port
+    return Inbound(label, inbox, *services, sink=sink, arrivals=arrivals)
 
 
 def _connect_out(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint, port_plan: PortPlan) -> Outbound:

@@ -69,10 +69,10 @@ class MortalHost(LocalHost):
 
     def die(self) -> None:
         """Now. What its code still does on the loop that it shares reaches nobody."""
-        router = self.engine.endpoint._router
-        if router.closed or self._over.done():
+        flusher = self.engine.endpoint._flusher
+        if flusher.closed or self._over.done():
             return
-        router.closed = True
+        flusher.closed = True
         for task in (self.engine._reporting, self.engine._running):
             if task is not None:
                 task.cancel()
