@@ -430,7 +430,7 @@ class Trainer(ResidentNode):
 
     def _make_publisher(self, engine: ZeroEngine) -> Publisher:
         """The publisher of the weights, in the form that their readers take."""
-        from flowrl.training.model.adapter import AdapterSource, vllm_adapter_config
+        from flowrl.training.model.adapter import vllm_adapter_config
         from flowrl.weights.publish import Publisher
         from flowrl.weights.send import Narrowing, kept_in_float32
 
@@ -438,7 +438,7 @@ class Trainer(ResidentNode):
         dtype = readers_dtype(readers, auto=stored_dtype(resolve(self.policy)))
         adapter = vllm_adapter_config(self.lora, engine.model.network) if self.lora.synced_rank else None
         return Publisher(
-            AdapterSource(engine) if adapter else engine,
+            engine,
             self.name,
             run_id=self.context.run_id,
             routes=self.context.weight_routes,

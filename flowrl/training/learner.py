@@ -202,7 +202,14 @@ class Learner:
         pieces. Raises FlowrlError if a token is older than the staleness bound, or if the batch does not come whole and
         this learner needs it whole.
         """
-        over = None if piece.whole else self._choose_divisor()
+        over = None if piece.whole else self.objective.mean_over
+        if not piece.whole and (
+            over is None or self._epochs > 1 or self.objective.needs_mismatched or self._balance_coef
+        ):
+            raise FlowrlError(
+                f"a batch came in pieces, but {type(self.objective).__name__} with {self._epochs} epochs needs it "
+                "whole; this is an error in the node that sends the batches"
+            )
         steps = self._lay_out_steps(piece, masks, version)
         sums, enough = self._sums, self.objective.enough
         sums.tokens_computed += sum(self.engine.num_computed(one.rows) for step, _ in steps for one in step)
@@ -253,16 +260,6 @@ class Learner:
                 loss, stats = self.objective.loss(self._compute_inputs(micro_batch, total, None, mismatched_kl))
                 sums.add_values(self._check_stats(loss, stats))
         return dict(sums.make_update(self.engine.gang.gather_parts(sums), ("loss", *self.objective.stats)).stats)
-
-    def _choose_divisor(self) -> MeanOver:
-        """The denominator of the pieces' gradient. Raises FlowrlError if this objective needs the whole batch."""
-        over = self.objective.mean_over
-        if over is None or self._epochs > 1 or self.objective.needs_mismatched or self._balance_coef:
-            raise FlowrlError(
-                f"a batch came in pieces, but {type(self.objective).__name__} with {self._epochs} epochs needs it "
-                "whole; this is an error in the node that sends the batches"
-            )
-        return over
 
     # From samples to micro-batches
 
@@ -383,8 +380,16 @@ class Learner:
                 inputs = self._compute_inputs(micro_batch, totals, old.get(id(micro_batch)), mismatched_kl)
                 loss, stats = self.objective.loss(inputs)
             sums.add_values(self._check_stats(loss.detach(), stats), share, over=over)
-            if over is not None:
-                self._add_other_means(inputs, over)
+            # Stats, or parts of them, that are means over another count than the loss: undivided, by that count.
+            for other in (other for other in get_args(MeanOver) if over is not None and other != over):
+                with torch.no_grad():
+                    loss_by_other, stats = self.objective.loss(replace(inputs, totals=Totals.undivided_over(other)))
+                if math.isfinite(value := float(loss_by_other)) and value:
+                    raise FlowrlError(
+                        f"{type(self.objective).__name__} says that its loss is a mean over {over}, but a part of it "
+                        f"is divided by the number of {other}; set mean_over to None, so that batches come whole"
+                    )
+                sums.add_values(stats, over=other)
             if inputs.balance is not None:
                 # A mean over the micro-batches of all ranks, weighted by the number of tokens that each one routes.
                 balance = inputs.balance * (micro_batch.num_places / totals.num_places)
@@ -434,18 +439,6 @@ class Learner:
                 "not name; add them there, so that every metrics line contains them"
             )
         return {"loss": loss, **stats}
-
-    def _add_other_means(self, inputs: LossInputs, over: MeanOver) -> None:
-        """Add stats, or parts of them, that are means over another count than the loss: undivided, by that count."""
-        for other in (other for other in get_args(MeanOver) if other != over):
-            with torch.no_grad():
-                loss, stats = self.objective.loss(replace(inputs, totals=Totals.undivided_over(other)))
-            if math.isfinite(value := float(loss)) and value:
-                raise FlowrlError(
-                    f"{type(self.objective).__name__} says that its loss is a mean over {over}, but a part of it "
-                    f"is divided by the number of {other}; set mean_over to None, so that batches come whole"
-                )
-            self._sums.add_values(stats, over=other)
 
     # Passes without a gradient
 

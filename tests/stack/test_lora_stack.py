@@ -37,13 +37,12 @@ class Trained(Live):
         from flowrl.training.engine.zero import ZeroEngine
         from flowrl.training.learner import Learner
         from flowrl.training.loss.policy_objective import PolicyObjective
-        from flowrl.training.model.adapter import AdapterSource, vllm_adapter_config
+        from flowrl.training.model.adapter import vllm_adapter_config
 
         self.engine = ZeroEngine(self.path, ZeroSettings(), self.gang, lora=self.lora)
         self.learner = Learner(self.engine, PolicyObjective())
         adapter = vllm_adapter_config(self.lora, self.engine.model.network) if self.lora.sync == "adapter" else None
-        source = AdapterSource(self.engine) if adapter else self.engine
-        return Publisher(source, "policy", run_id=f"lora-{self.lora.sync}", adapter=adapter, probe_every=1)
+        return Publisher(self.engine, "policy", run_id=f"lora-{self.lora.sync}", adapter=adapter, probe_every=1)
 
     def change_weights(self) -> None:
         from flowrl.training.loss.objective import loss_masks

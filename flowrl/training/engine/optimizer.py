@@ -36,26 +36,20 @@ ENDS = ("embed", "lm_head", "score")
 def make_optimizer(model: nn.Module, settings: ZeroSettings) -> torch.optim.Optimizer:
     """The optimizer for the trained parameters of `model`. Their rate is 0 until `rates` are set."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if settings.optimizer != "muon":
-        _import_unused_muon()
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(trained.values(), lr=0.0)
     if settings.optimizer == "muon":
         return make_muon(trained, settings)
+    # DeepSpeed imports its Muon for every optimizer. Its decorator imports the compiler, which takes seconds, so it is
+    # imported undecorated here.
+    compile_, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        torch.compile = compile_
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(trained.values(), lr=0.0)
+    groups = group_by_decay(trained, settings)
     if not settings.weight_decay:
-        return make_adamw([{"params": list(trained.values()), "weight_decay": 0.0}], settings)
-    return make_adamw(group_by_decay(trained, settings), settings)
-
-
-def rates_by_group(
-    groups: Sequence[dict[str, Any]], lr: float, settings: ZeroSettings
-) -> Iterator[tuple[dict[str, Any], float]]:
-    """Every parameter group with its learning rate."""
-    for group in groups:
-        yield group, lr * settings.muon_lr_factor if group.get("use_muon") else lr
-
-
-def make_adamw(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
+        groups = [{"params": list(trained.values()), "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
 
@@ -83,16 +77,6 @@ def make_muon(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) ->
     groups = [{"params": matrices, **muon}, *({**group, **adam} for group in group_by_decay(others, settings))]
     optimizer: torch.optim.Optimizer = MuonWithAuxAdam(groups)
     return optimizer
-
-
-def _import_unused_muon() -> None:
-    """Import DeepSpeed's Muon undecorated. DeepSpeed imports it for every optimizer, and its decorator imports the
-    compiler, which takes seconds."""
-    compile_, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
-    try:
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    finally:
-        torch.compile = compile_
 
 
 def whole_parameter_shape(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -178,19 +162,17 @@ class _GradientSums:
     def wrap_epilogue(self, epilogue: Callable[[], None]) -> Callable[[], None]:
         """DeepSpeed's end of a backward pass; after a step's last pass, it also sets sums without any gradient to 0."""
 
-        def end() -> None:
+        def end_backward() -> None:
             epilogue()  # starts the sums of groups in which no parameter had a gradient
-            if self._optimizer.is_gradient_accumulation_boundary():
-                self._fill_missing()
+            if not self._optimizer.is_gradient_accumulation_boundary():
+                return
+            for missing in self._missing.values():
+                for part in missing.values():
+                    part.zero_()
+                missing.clear()
+            self._parts.clear()
 
-        return end
-
-    def _fill_missing(self) -> None:
-        for missing in self._missing.values():
-            for part in missing.values():
-                part.zero_()
-            missing.clear()
-        self._parts.clear()
+        return end_backward
 
     def compute_norm(self, norm_type: int = 2) -> Tensor:
         """The L2 norm of all sums; infinite if one of them is not finite."""
@@ -232,14 +214,10 @@ def divide_gradient(engine: Any, number: float) -> Iterator[None]:
         finally:
             optimizer.loss_scale = before
     else:
-        _divide(engine, optimizer, number)
+        # In place: the fp32 sums of BF16_Optimizer, or the gradients of the parameters.
+        sums = getattr(optimizer, "fp32_groups_gradients_flat", None)
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None] if sums is None else sums
+        with torch.no_grad():
+            for gradient in gradients:
+                gradient.div_(number)
         yield
-
-
-def _divide(engine: Any, optimizer: Any, number: float) -> None:
-    """Divide in place: the fp32 sums of BF16_Optimizer, or the gradients of the parameters."""
-    sums = getattr(optimizer, "fp32_groups_gradients_flat", None)
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None] if sums is None else sums
-    with torch.no_grad():
-        for gradient in gradients:
-            gradient.div_(number)

@@ -96,9 +96,8 @@ class Residence:
             return 0
         self._synchronize()
         storages = device_storages(self._root, self._device)
-        places = _places(storages)
-        total = places[-1] if places else 0
-        host = self._host.reserve_for(total)
+        places = list_offsets([storage.nbytes() for storage in storages])
+        host = self._host.reserve_for(places[-1])
         for storage, start in zip(storages, places, strict=False):
             host[start : start + storage.nbytes()].copy_(view_bytes(storage), non_blocking=True)
         self._synchronize()
@@ -106,7 +105,10 @@ class Residence:
         for storage in storages:
             storage.resize_(0)
         self._away = storages
-        self._give_back()
+        gc.collect()
+        if self._device.type == "cuda":  # return to the device the memory that torch caches for this process
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
         return sum(self._sizes)
 
     def come_back(self) -> int:
@@ -127,13 +129,6 @@ class Residence:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _give_back(self) -> None:
-        """Return to the device the memory that torch caches for this process."""
-        gc.collect()
-        if self._device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
 
 
 class HostMemory:
@@ -194,10 +189,6 @@ def _forget_error() -> None:
     """Clear the error that CUDA keeps for this thread after a failed call; torch would raise it at its next kernel."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
-
-
-def _places(storages: list[UntypedStorage]) -> list[int]:
-    return list_offsets([storage.nbytes() for storage in storages])
 
 
 def list_offsets(sizes: list[int]) -> list[int]:

@@ -42,16 +42,12 @@ class Ema:
     def __init__(self, engine: Any, decay: float) -> None:
         self._engine = engine
         self._decay = decay
-        self._average = [tensor.clone() for tensor in master_weights(engine)]
-
-    @property
-    def averages(self) -> list[Tensor]:
+        self.averages = [tensor.clone() for tensor in master_weights(engine)]
         """The flat tensors of the average, one for each flat tensor of the master weights."""
-        return self._average
 
     def add_weights(self) -> None:
         """Add the weights that an optimizer step just made to the average."""
-        for average, master in zip(self._average, master_weights(self._engine), strict=True):
+        for average, master in zip(self.averages, master_weights(self._engine), strict=True):
             average.lerp_(master, 1.0 - self._decay)
 
     @contextmanager
@@ -65,20 +61,20 @@ class Ema:
 
     def _swap_contents(self) -> None:
         """Swap the contents, in place: DeepSpeed keeps its own references to the master tensors."""
-        for average, master in zip(self._average, master_weights(self._engine), strict=True):
+        for average, master in zip(self.averages, master_weights(self._engine), strict=True):
             kept = master.clone()
             master.copy_(average)
             average.copy_(kept)
 
     def save_average(self, path: Path, rank: int) -> None:
         """Write this rank's part into the directory `path` of a checkpoint."""
-        torch.save(self._average, path / f"ema_rank_{rank}.pt")
+        torch.save(self.averages, path / f"ema_rank_{rank}.pt")
 
     def load_average(self, path: Path, rank: int) -> None:
         """Load what `save` wrote; if there is no file (ema_decay is new), start from the weights just loaded."""
         file = path / f"ema_rank_{rank}.pt"
         found = torch.load(file) if file.exists() else master_weights(self._engine)
-        for average, tensor in zip(self._average, found, strict=True):
+        for average, tensor in zip(self.averages, found, strict=True):
             average.copy_(tensor)
 
 
@@ -176,47 +172,43 @@ def flat_masters(engine: Any) -> list[Any]:
 def list_shard_parts(engine: Any) -> list[ShardPart]:
     """Which elements of which parameters this rank's flat tensors have, and where; padding is left out."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    found = list_parts_at_stage_3 if _shards_parameters(engine.optimizer) else list_parts_below_stage_3
-    return list(found(engine.optimizer, names))
-
-
-def _shards_parameters(optimizer: Any) -> bool:
-    """Whether this is DeepSpeed's optimizer of stage 3."""
-    return hasattr(optimizer, "fp32_partitioned_groups_flat")
-
-
-def list_parts_at_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[ShardPart]:
-    for group in optimizer.fp16_groups:
-        for parameter in group:
+    optimizer, found = engine.optimizer, []
+    if shards_parameters(optimizer):
+        for parameter in (parameter for group in optimizer.fp16_groups for parameter in group):
             number, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = torch.distributed.get_rank() * size
             length = min(size, parameter.ds_numel - start)
             if length > 0:
-                yield ShardPart(names[id(parameter)], number, offset, start, length)
+                found.append(ShardPart(names[id(parameter)], number, offset, start, length))
+        return found
+    groups = optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
+    for parameter in (parameter for group in groups for parameter in group):
+        mapping = parameter._hp_mapping
+        if mapping is not None:  # None: other ranks have all of it
+            flat, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+            part = ShardPart(names[id(parameter)], mapping.param_group_index, flat.start, whole.start, flat.numel)
+            found.append(part)
+    return found
 
 
-def list_parts_below_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[ShardPart]:
-    for group in optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups:
-        for parameter in group:
-            mapping = parameter._hp_mapping
-            if mapping is not None:  # None: other ranks have all of it
-                flat, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
-                yield ShardPart(names[id(parameter)], mapping.param_group_index, flat.start, whole.start, flat.numel)
+def shards_parameters(optimizer: Any) -> bool:
+    """Whether this is DeepSpeed's optimizer of stage 3."""
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
 def prepare_for_masters(engine: Any) -> Any:
     """Prepare the engine for new masters. The returned function makes the weights from them; it is collective."""
     optimizer = engine.optimizer
-    if not _shards_parameters(optimizer):
+    if not shards_parameters(optimizer):
         return optimizer.update_lp_params
     optimizer._partition_all_parameters()
 
-    def weights() -> None:
+    def make_weights() -> None:
         for number in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
         optimizer._post_step(set())
 
-    return weights
+    return make_weights
 
 
 class _Saved:

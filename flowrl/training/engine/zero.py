@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
 from flowrl.training.engine.gang import Gang
-from flowrl.training.engine.optimizer import divide_gradient, make_optimizer, rates_by_group, sum_at_once
+from flowrl.training.engine.optimizer import divide_gradient, make_optimizer, sum_at_once
 from flowrl.training.engine.requirements import (
     TAG,
     build_async_io,
@@ -57,7 +57,6 @@ from flowrl.training.engine.training_state import (
     whole_master_weight,
 )
 from flowrl.training.layouts import (
-    Decision,
     Placing,
     decide_trainer,
     explain_refused_tree,
@@ -100,14 +99,6 @@ from flowrl.training.model.value_model import ScalarModel, load_scalar_model
 from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
 
 BUCKET_ELEMENTS = 50_000_000
-
-
-def engine_layout(decision: Decision, attention: str, *, packing: bool | None) -> Placing:
-    """How the passes of an engine are laid out."""
-    if decision.layout != "rows":
-        return decision.layout
-    packed = splits_packed_rows(attention) if packing is None else packing
-    return "packed" if packed else "padded"
 
 
 def sharded_loading(config: dict[str, Any]) -> object:
@@ -204,7 +195,8 @@ class ZeroEngine:
             raise ConfigError(problem)
         own_kernels = trees.trees or gang.sequence_kind == "ring"
         attention = "sdpa" if own_kernels else choose_attention(settings.attention, gang.device, settings.dtype)
-        self.layout: Placing = engine_layout(trees, attention, packing=settings.packing)
+        packed = splits_packed_rows(attention) if settings.packing is None else settings.packing
+        self.layout: Placing = trees.layout if trees.layout != "rows" else "packed" if packed else "padded"
         config = deepspeed_config(settings, gang.size)
         self._stage: int = config["zero_optimization"]["stage"]
         if settings.nvme_path:
@@ -313,35 +305,32 @@ class ZeroEngine:
         unchanged.
         """
         with divide_gradient(self._engine, divide_by):
-            step = self._apply_step()
+            if self._stage > 0:
+                self._engine.step()
+                step = ZeroStep(bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm()))
+            else:  # DeepSpeed neither reports the norm nor checks that it is finite
+                parameters = list(self.model.parameters())
+                if self.gang.tensor_size > 1:
+                    norm = float(whole_norm(parameters))
+                else:
+                    norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+                step = ZeroStep(True, norm) if np.isfinite(norm) else ZeroStep(False, float("inf"))
+                (self._engine.step if step.applied else self._engine.zero_grad)()
         if self._ema is not None and step.applied:
             self._ema.add_weights()
         return step
 
-    def _apply_step(self) -> ZeroStep:
-        if self._stage == 0:
-            norm = self._plain_norm()
-            if not np.isfinite(norm):
-                self._engine.zero_grad()
-                return ZeroStep(False, float("inf"))
-            self._engine.step()
-            return ZeroStep(True, norm)
-        self._engine.step()
-        return ZeroStep(bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm()))
-
-    def _plain_norm(self) -> float:
-        """The gradient norm at stage 0, where DeepSpeed neither reports it nor checks that it is finite."""
-        if self.gang.tensor_size > 1:
-            return float(whole_norm(self.model.parameters()))
-        return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
-
     def set_lr(self, lr: float) -> None:
-        for group, rate in rates_by_group(self._engine.optimizer.param_groups, lr, self.settings):
-            group["lr"] = rate
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr * self.settings.muon_lr_factor if group.get("use_muon") else lr
 
     # Weight output
 
     def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+        """Yield what generators receive of a version: all weights, or only the adapter."""
+        return self.adapter_buckets(max_bytes) if self.lora.synced_rank else self.weight_buckets(max_bytes)
+
+    def weight_buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
         """Yield whole parameters under their Hugging Face names, valid until the next bucket; tied ones only once.
 
         An adapter is merged into the weights it adapts.
@@ -404,9 +393,12 @@ class ZeroEngine:
 
         With LoRA the adapter is merged in and also saved separately in `adapter`; the moving average is in `ema`.
         """
-        self._write_model(self.buckets(1 << 30), Path(path))
+        self._write_model(self.weight_buckets(1 << 30), Path(path))
         if self.lora.rank:
-            state = self._collect_tensors(self.adapter_buckets(1 << 30))
+            state: dict[str, Tensor] = {}
+            for names, tensors in self.adapter_buckets(1 << 30):
+                if self.rank == 0:
+                    state |= {n: t.to("cpu", copy=True) for n, t in zip(names, tensors, strict=True)}
             if self.rank == 0:
                 write_adapter(self.model.network, self.lora, state, self.source, Path(path) / "adapter")
         if self._ema is not None:
@@ -420,14 +412,6 @@ class ZeroEngine:
         if writer is not None:
             writer.close()
         self.gang.gather_objects(None)
-
-    def _collect_tensors(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]]) -> dict[str, Tensor]:
-        """All tensors in host memory, on rank 0 only."""
-        state: dict[str, Tensor] = {}
-        for names, tensors in buckets:
-            if self.rank == 0:
-                state |= {n: t.to("cpu", copy=True) for n, t in zip(names, tensors, strict=True)}
-        return state
 
     # Checkpoints
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,35 +125,3 @@ def write_adapter(model: Any, lora: LoRA, state: Mapping[str, Tensor], base: str
         config.modules_to_save, config.task_type = whole, "SEQ_CLS"
     config.save_pretrained(target)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, target / "adapter_model.safetensors")
-
-
-class AdaptedEngine(Protocol):
-    """The part of `flowrl.training.engine.zero.ZeroEngine` that `AdapterSource` needs."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    def adapter_buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]: ...
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
-
-
-class AdapterSource:
-    """A training engine whose published tensors are its adapter's; see `flowrl.weights.publish.Source`."""
-
-    def __init__(self, engine: AdaptedEngine) -> None:
-        self._engine = engine
-
-    @property
-    def rank(self) -> int:
-        return self._engine.rank
-
-    @property
-    def vocab_size(self) -> int:
-        return self._engine.vocab_size
-
-    def buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
-        return self._engine.adapter_buckets(max_bytes)
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._engine.score(sequences)

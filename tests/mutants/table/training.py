@@ -248,7 +248,7 @@ MUTANTS = (
     Mutant(
         name="gradient_sum_kept",
         fault="the sums of parameters without a gradient keep those of the step before",
-        function="_GradientSums._fill_missing",
+        function="_GradientSums.wrap_epilogue",
         before="part.zero_()",
         after="pass",
         test="tests/stack/ranks/test_training_gradient_sums.py::test_parameters_without_a_gradient_keep_their_weights",
@@ -664,7 +664,7 @@ MUTANTS = (
     Mutant(
         name="shards_of_rank_0",
         fault="a rank takes its part of the saved weights from where rank 0's begins",
-        function="list_parts_at_stage_3",
+        function="list_shard_parts",
         before="start = torch.distributed.get_rank() * size",
         after="start = 0 * size",
         test="tests/stack/ranks/test_training_reshard.py::test_parts_are_found_whatever_the_ranks_and_groups",

@@ -33,7 +33,7 @@ def start(option: Option, gang: Gang, directory: Path) -> ZeroEngine:
 
 
 def weights(engine: ZeroEngine) -> dict[str, Tensor]:
-    return {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
+    return {n: t.clone() for names, ts in engine.weight_buckets(2000) for n, t in zip(names, ts, strict=True)}
 
 
 def adapter(engine: ZeroEngine) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def state_of(engine: ZeroEngine) -> dict[str, Any]:
     if engine._ema is not None:
         with engine._ema.exchange_weights():
             found["average"] = {name: whole_master_weight(p).clone() for name, p in named}
-    buckets = engine.adapter_buckets(9999) if engine.lora.rank else engine.buckets(9999)
+    buckets = engine.buckets(9999)
     found["weights"] = {n: t.clone() for ns, ts in buckets for n, t in zip(ns, ts, strict=True)}
     return found
 
