@@ -130,7 +130,7 @@ class PPO(OnlineConfig):
         """How batches are packed: as trees only if both trainers can compute them."""
         kind = self.critic.trainer_size.sized(self.trainer.size).sequence_parallel_kind
         critic = trainer_layout(self.critic_model, self.critic.zero, kind)
-        return self.trainer.layout(self.model) if critic.trees else "rows"
+        return self.trainer.layout(self.model) if critic.has_trees else "rows"
 
 
 def graph(cfg: PPO) -> Graph:

@@ -106,6 +106,6 @@ def known_config(policy: Policy) -> Mapping[str, Any] | None:
 
 def layout_note(decision: Decision) -> str:
     """A line of `flowrl check` about a layout."""
-    if decision.trees:
+    if decision.has_trees:
         return f"prefixes that sequences share are computed once ({RULE})"
     return f"a row is computed for each sequence, because {decision.reason or 'layout is rows'}"

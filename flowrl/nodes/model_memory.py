@@ -60,31 +60,31 @@ def _trainer_terms(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
     leaves = bool(share.time_shared and share.gpus)
     stay: Stay = "lease" if leaves else "always"
     if offload == "none":
-        yield MemoryTerm("weights", model.weights, "device", stay)
-        yield MemoryTerm("gradients", model.gradients, "device", stay)
-        yield MemoryTerm("optimizer", model.optimizer_state, "device", stay)
-        kept = model.weights + model.gradients + model.optimizer_state
+        yield MemoryTerm("weights", model.weight_bytes, "device", stay)
+        yield MemoryTerm("gradients", model.gradient_bytes, "device", stay)
+        yield MemoryTerm("optimizer", model.optimizer_bytes, "device", stay)
+        kept = model.weight_bytes + model.gradient_bytes + model.optimizer_bytes
     else:
-        kept = model.weights if offload == "optimizer" else 0
-        yield MemoryTerm("weights", model.weights, "device" if kept else "host", stay if kept else "always")
-        yield MemoryTerm("gradients", model.gradients + model.offload_copies, "host")
+        kept = model.weight_bytes if offload == "optimizer" else 0
+        yield MemoryTerm("weights", model.weight_bytes, "device" if kept else "host", stay if kept else "always")
+        yield MemoryTerm("gradients", model.gradient_bytes + model.offload_bytes, "host")
         if offload != "disk":
-            yield MemoryTerm("optimizer", model.optimizer_state, "host")
-    yield MemoryTerm("activations", model.activations(tokens) + model.gathered, "device", "lease")
+            yield MemoryTerm("optimizer", model.optimizer_bytes, "host")
+    yield MemoryTerm("activations", model.activation_bytes(tokens) + model.gathered_bytes, "device", "lease")
     broadcast = PACKED_BYTES if WeightTransport.NCCL in share.sends else 0
-    yield MemoryTerm("buffers", model.buckets + broadcast, "device", stay)
+    yield MemoryTerm("buffers", model.bucket_bytes + broadcast, "device", stay)
     if leaves:
-        yield MemoryTerm("away", kept + model.buckets, "host", "away")
+        yield MemoryTerm("away", kept + model.bucket_bytes, "host", "away")
     if share.gpus:
         yield MemoryTerm("runtime", RUNTIME_BYTES + (NCCL_BYTES if share.replicas > 1 else 0))
-    whole, largest = model.parameters * model.element, model.shape.largest_tensor * model.element
-    yield MemoryTerm("loading", 2 * largest if model.stage == 3 else whole, "host", "loading")
+    whole, largest = model.num_parameters * model.element_bytes, model.shape.largest_tensor * model.element_bytes
+    yield MemoryTerm("loading", 2 * largest if model.zero_stage == 3 else whole, "host", "loading")
     if share.first:
         yield MemoryTerm("export", min(whole, max(EXPORT_BYTES, largest)), "host", "export")
         readers = [way for way in share.sends if way.in_host_memory]
         read = readers_dtype(share.readers, auto=model.shape.dtype)
-        element = min(model.element, BYTES.get(read or "", model.element))
-        sent = (model.trained if model.lora.synced_rank else model.parameters) * element
+        element = min(model.element_bytes, BYTES.get(read or "", model.element_bytes))
+        sent = (model.num_trained if model.lora.synced_rank else model.num_parameters) * element
         if readers:  # published versions: at most one for each reader, and the two newest
             yield MemoryTerm("published weights", (len(readers) + 2) * sent, "shm")
 
@@ -95,7 +95,7 @@ def scoring_footprint(policy: Policy, share: Share, dtype: Dtype, token_budget: 
     if shape is None:
         return None
     element = BYTES[dtype]
-    weights = shape.parameters * element
+    weights = shape.num_parameters * element
     ranks = max(1, int(share.gpus))
     terms = [
         MemoryTerm("weights", -(-weights // ranks), "device", "lease"),
@@ -124,7 +124,7 @@ def generator_footprint(
         longest = share.longest_asked
         prompt = PROMPT_TOKENS if longest is None else min(PROMPT_TOKENS, longest)
         per_token = shape.kv_bytes_per_token(element)
-        room = min(largest_kv_cache(shape.parameters * element), slots * (prompt + longest_response) * per_token)
+        room = min(largest_kv_cache(shape.num_parameters * element), slots * (prompt + longest_response) * per_token)
         weights = stored_bytes(shape, engine)
         terms = [MemoryTerm("weights", weights), MemoryTerm("KV cache", engine.kv_cache_bytes or room)]
         return Footprint(tuple(terms))
@@ -174,7 +174,7 @@ def stored_bytes(shape: ModelShape, engine: Engine) -> int:
     """Bytes of the whole model's weights. Only the layers' matrices are in fp8, with a scale of 4 bytes per output."""
     element = shape.element_bytes if engine.dtype == "auto" else BYTES[engine.dtype]
     if "fp8" not in engine.quantization:
-        return shape.parameters * element
-    matrices = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
-    scales = shape.layers * sum(outputs for _, outputs in shape.linears)
-    return matrices + 4 * scales + (shape.parameters - matrices) * element
+        return shape.num_parameters * element
+    matrices = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linear_shapes)
+    scales = shape.layers * sum(outputs for _, outputs in shape.linear_shapes)
+    return matrices + 4 * scales + (shape.num_parameters - matrices) * element

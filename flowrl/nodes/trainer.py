@@ -96,7 +96,7 @@ class ResidentNode(Node):
 
     async def close(self) -> None:
         if self._residence is not None and not self._residence.is_away:
-            self._residence.close()
+            self._residence.free_memory()
 
 
 BatchJudge = Callable[[Batch], Mapping[str, Any]]

@@ -147,7 +147,7 @@ class Decision:
     """Why passes have no trees, as part of a sentence; "" if they have, or if rows were asked for."""
 
     @property
-    def trees(self) -> bool:
+    def has_trees(self) -> bool:
         return self.layout != "rows"
 
 
@@ -180,7 +180,7 @@ def decide_trainer(zero: ZeroSettings, config: Mapping[str, Any], kind: Sequence
 
 def explain_refused_tree(asked: Layout, decision: Decision) -> list[str]:
     """A complete sentence if trees were asked for but are not possible; else an empty list."""
-    if asked != "tree" or decision.trees:
+    if asked != "tree" or decision.has_trees:
         return []
     return [f"layout is 'tree', but {decision.reason}; set layout to auto, which keeps rows where it has to"]
 

@@ -352,7 +352,9 @@ class Learner:
 
     def _count_steps(self, steps: Sequence[list[MicroBatch]]) -> list[tuple[list[MicroBatch], Totals]]:
         """The steps with their counts over all ranks; collective."""
-        mine = [np.sum([(*one.counts, one.num_places) for one in micro_batches], axis=0) for micro_batches in steps]
+        mine = [
+            np.sum([(*one.added_counts, one.num_places) for one in micro_batches], axis=0) for micro_batches in steps
+        ]
         by_part = np.array(self.engine.gang.gather_parts(mine))
         return [(step, Totals(*counts)) for step, counts in zip(steps, by_part.sum(axis=0).tolist(), strict=True)]
 

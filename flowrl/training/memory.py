@@ -88,38 +88,38 @@ class ModelShape:
         )
 
     @property
-    def query(self) -> int:
+    def query_width(self) -> int:
         """Width of all heads' queries."""
         return self.heads * self.head_dim
 
     @property
-    def key(self) -> int:
+    def key_width(self) -> int:
         """Width of all heads' keys; of the values too."""
         return self.kv_heads * self.head_dim
 
     @property
-    def linears(self) -> tuple[tuple[int, int], ...]:
+    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(inputs, outputs) of the linear layers of one decoder layer."""
-        attention = ((self.hidden, self.query), (self.hidden, self.key), (self.hidden, self.key))
+        attention = ((self.hidden, self.query_width), (self.hidden, self.key_width), (self.hidden, self.key_width))
         expert = ((self.hidden, self.feed_forward),) * 2 + ((self.feed_forward, self.hidden),)
-        return (*attention, (self.query, self.hidden), *(expert * max(1, self.experts)))
+        return (*attention, (self.query_width, self.hidden), *(expert * max(1, self.experts)))
 
     @property
     def layer_vectors(self) -> int:
         """Number of parameters of one decoder layer that are not in matrices, plus those of a mixture's router."""
-        biases = self.query + 2 * self.key if self.biased else 0
+        biases = self.query_width + 2 * self.key_width if self.biased else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.normed else 0)
         return norms + biases + self.hidden * self.experts
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        of_layer = sum(inputs * outputs for inputs, outputs in self.linears) + self.layer_vectors
+        of_layer = sum(inputs * outputs for inputs, outputs in self.linear_shapes) + self.layer_vectors
         return self.layers * of_layer + embeddings + self.hidden
 
     @property
     def largest_matrix(self) -> int:
-        return max(self.vocab * self.hidden, *(inputs * outputs for inputs, outputs in self.linears))
+        return max(self.vocab * self.hidden, *(inputs * outputs for inputs, outputs in self.linear_shapes))
 
     @property
     def largest_tensor(self) -> int:
@@ -128,11 +128,11 @@ class ModelShape:
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of LoRA adapters of every linear layer but the output layer."""
-        return rank * self.layers * sum(inputs + outputs for inputs, outputs in self.linears)
+        return rank * self.layers * sum(inputs + outputs for inputs, outputs in self.linear_shapes)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Key and value of one token in all layers."""
-        return 2 * self.layers * self.key * element_bytes
+        return 2 * self.layers * self.key_width * element_bytes
 
     @property
     def element_bytes(self) -> int:
@@ -190,21 +190,21 @@ class TrainerModel:
     """Number of ranks that share a micro-batch; each has an equal part of the matrices of all layers."""
 
     @property
-    def element(self) -> int:
+    def element_bytes(self) -> int:
         return BYTES[self.zero.dtype]
 
     @property
-    def stage(self) -> int:
+    def zero_stage(self) -> int:
         return self.zero.effective_stage(self.ranks)
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Number of parameters of the whole model."""
         head = self.shape.vocab * self.shape.hidden if self.scalar and not self.shape.tied else 0
-        return self.shape.parameters - head
+        return self.shape.num_parameters - head
 
     @property
-    def copies(self) -> int:
+    def num_copies(self) -> int:
         """Number of copies of the model. ZeRO shards among the ranks that have the same part of the matrices."""
         return max(1, self.ranks // self.tensor)
 
@@ -222,84 +222,87 @@ class TrainerModel:
         return replace(shape, heads=shape.heads // size, kv_heads=shape.kv_heads // size, feed_forward=wide)
 
     @property
-    def trained(self) -> int:
+    def num_trained(self) -> int:
         """Number of trained parameters of which this rank has a ZeRO shard: those of adapters, or all, without the
         parts of matrices that other ranks have."""
         if self.lora.rank:
             return self.shape.adapter_parameters(self.lora.rank)
-        return self.parameters - self.shape.parameters + self._tensor_part.parameters
+        return self.num_parameters - self.shape.num_parameters + self._tensor_part.num_parameters
 
     @property
-    def weights(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of the weights that this rank keeps.
 
         At stage 3 it keeps its shard, and all of the parameters that are so small that stage 3 keeps them whole.
         """
-        quantized, matrices = QUANTIZED_BYTES[self.lora.quantize], [i * o for i, o in self.shape.linears]
+        quantized, matrices = QUANTIZED_BYTES[self.lora.quantize], [i * o for i, o in self.shape.linear_shapes]
         linear = self.shape.layers * sum(matrices)
         if quantized is None:
-            total = (self.parameters - self.shape.parameters + self._tensor_part.parameters) * self.element
+            total = (
+                self.num_parameters - self.shape.num_parameters + self._tensor_part.num_parameters
+            ) * self.element_bytes
         else:
-            total = int(linear * quantized) + (self.parameters - linear) * self.element
+            total = int(linear * quantized) + (self.num_parameters - linear) * self.element_bytes
         if self.lora.rank:
-            total += self.trained * self.element
-        if self.stage < 3:
+            total += self.num_trained * self.element_bytes
+        if self.zero_stage < 3:
             return total
         small = sum(size for size in matrices if size <= PERSISTENT_ELEMENTS) + self.shape.layer_vectors
-        return -(-total // self.ranks) + (small * self.shape.layers + self.shape.hidden) * self.element
+        return -(-total // self.ranks) + (small * self.shape.layers + self.shape.hidden) * self.element_bytes
 
     @property
-    def gathered(self) -> int:
+    def gathered_bytes(self) -> int:
         """Bytes of the whole parameters that stage 3 gathers for a pass."""
-        return min(self.parameters, LIVE_PARAMETERS) * self.element if self.stage == 3 else 0
+        return min(self.num_parameters, LIVE_PARAMETERS) * self.element_bytes if self.zero_stage == 3 else 0
 
     @property
-    def optimizer_state(self) -> int:
+    def optimizer_bytes(self) -> int:
         """Bytes that optimizer steps need in addition to weights and gradients: in fp32, the optimizer's moments, a
         copy of the trained parameters, and their moving average if one is kept. Stage 0 shards nothing and has no
         copy."""
-        moments, average = MOMENTS_BYTES[self.zero.optimizer] * self.trained, 4 * self.trained
-        if self.stage == 0:
+        moments, average = MOMENTS_BYTES[self.zero.optimizer] * self.num_trained, 4 * self.num_trained
+        if self.zero_stage == 0:
             return moments + (average if self.zero.ema_decay else 0)
-        master = -(-4 * self.trained // self.copies)
-        return master + -(-moments // self.copies) + (-(-average // self.copies) if self.zero.ema_decay else 0)
+        master = -(-4 * self.num_trained // self.num_copies)
+        return master + -(-moments // self.num_copies) + (-(-average // self.num_copies) if self.zero.ema_decay else 0)
 
     @property
-    def gradients(self) -> int:
+    def gradient_bytes(self) -> int:
         """fp32 sums of this rank's shard; below stage 2 of all, and at stage 1 also gradients in the model's dtype."""
-        if self.stage < 2:
-            return (4 + (self.element if self.stage else 0)) * self.trained
-        return -(-4 * self.trained // self.copies)
+        if self.zero_stage < 2:
+            return (4 + (self.element_bytes if self.zero_stage else 0)) * self.num_trained
+        return -(-4 * self.num_trained // self.num_copies)
 
     @property
-    def offload_copies(self) -> int:
+    def offload_bytes(self) -> int:
         """With offload, in host memory: a second copy of the gradients, which the optimizer reads. Below stage 3 also
         this rank's part of the weights, and the largest gradient."""
         if self.zero.offload == "none":
             return 0
-        copy = -(-4 * self.trained // self.copies)
-        if self.stage == 3:
+        copy = -(-4 * self.num_trained // self.num_copies)
+        if self.zero_stage == 3:
             return copy
-        return copy - (-self.element * self.trained // self.copies) + 4 * self.shape.largest_matrix
+        return copy - (-self.element_bytes * self.num_trained // self.num_copies) + 4 * self.shape.largest_matrix
 
     @property
-    def buckets(self) -> int:
-        return BUCKET_BYTES if self.stage >= 2 else 0
+    def bucket_bytes(self) -> int:
+        return BUCKET_BYTES if self.zero_stage >= 2 else 0
 
-    def activations(self, tokens: int) -> int:
+    def activation_bytes(self, tokens: int) -> int:
         """What a forward over a micro-batch keeps for its backward, plus the most memory that computing adds."""
         tokens, part = -(-tokens // self.sliced), self._tensor_part
         per_layer = tokens * (
-            layer_bytes(part, self.element) + exchanged_bytes(self.shape, self.element, self.sliced, self.kind)
+            layer_bytes(part, self.element_bytes)
+            + exchanged_bytes(self.shape, self.element_bytes, self.sliced, self.kind)
         )
-        feed_forward = self.element * (2 * part.feed_forward * self.shape.active_experts + self.shape.hidden)
-        ring = ring_bytes(self.shape, self.element) if self.sliced > 1 and self.kind == "ring" else 0
+        feed_forward = self.element_bytes * (2 * part.feed_forward * self.shape.active_experts + self.shape.hidden)
+        ring = ring_bytes(self.shape, self.element_bytes) if self.sliced > 1 and self.kind == "ring" else 0
         # Gradients of two of the largest matrices of a layer wait to be added to what was accumulated.
-        matrix_gradients = 2 * self.element * max(inputs * outputs for inputs, outputs in part.linears)
+        matrix_gradients = 2 * self.element_bytes * max(inputs * outputs for inputs, outputs in part.linear_shapes)
         working = tokens * max(feed_forward, ring) + matrix_gradients
-        head = 0 if self.scalar else head_bytes(self.shape, self.element, tokens, self.device_bytes)
+        head = 0 if self.scalar else head_bytes(self.shape, self.element_bytes, tokens, self.device_bytes)
         if self.zero.gradient_checkpointing:
-            kept = tokens * self.element * self.shape.hidden * self.shape.layers
+            kept = tokens * self.element_bytes * self.shape.hidden * self.shape.layers
             return kept + max(per_layer + working, head)
         return per_layer * self.shape.layers + max(working, head)
 
@@ -307,7 +310,7 @@ class TrainerModel:
 def layer_bytes(shape: ModelShape, element: int) -> int:
     """Activations of one token that one decoder layer keeps: norms (also in fp32), attention, feed-forward."""
     norms = (16 if element == 2 else 24) * shape.hidden + 8
-    attention = element * (2 * shape.query + 2 * shape.key) + 4 * shape.heads
+    attention = element * (2 * shape.query_width + 2 * shape.key_width) + 4 * shape.heads
     feed_forward = 4 * element * shape.feed_forward * shape.active_experts
     return norms + attention + feed_forward
 
@@ -318,13 +321,13 @@ def exchanged_bytes(shape: ModelShape, element: int, ranks: int, kind: SequenceK
     if ranks == 1 or kind == "ring":
         return 0
     repeated = lcm(shape.kv_heads, ranks) // shape.kv_heads - 1
-    return element * (shape.query + 2 * shape.key * repeated)
+    return element * (shape.query_width + 2 * shape.key_width * repeated)
 
 
 def ring_bytes(shape: ModelShape, element: int) -> int:
     """The most that the backward of ring attention keeps of one token: two blocks of keys and values, two of their
     gradients in fp32, the queries' gradient in fp32, and what the kernel of a block needs."""
-    return element * (shape.query + 8 * shape.key) + 8 * shape.query + 16 * shape.key
+    return element * (shape.query_width + 8 * shape.key_width) + 8 * shape.query_width + 16 * shape.key_width
 
 
 def head_bytes(shape: ModelShape, element: int, tokens: int, device_bytes: int = 0) -> int:
@@ -336,7 +339,7 @@ def head_bytes(shape: ModelShape, element: int, tokens: int, device_bytes: int =
 
 def scoring_gathered(shape: ModelShape, element: int) -> int:
     """Bytes of the whole parameters that a rank of a sharded scoring model gathers for a pass."""
-    return min(shape.parameters, max(SCORING_LIVE, shape.vocab * shape.hidden)) * element
+    return min(shape.num_parameters, max(SCORING_LIVE, shape.vocab * shape.hidden)) * element
 
 
 def scoring_bytes(shape: ModelShape, element: int, tokens: int, device_bytes: int = 0) -> int:

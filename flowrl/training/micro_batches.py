@@ -147,7 +147,7 @@ class MicroBatch:
     """False: the micro-batch cannot change the gradient, and has only a forward pass."""
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
+    def added_counts(self) -> tuple[int, int, int, int]:
         """The counts that this micro-batch adds to the totals of its optimizer step."""
         return self.num_tokens, self.num_sequences, len(self.pairs_P2), self.num_desirable
 

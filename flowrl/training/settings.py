@@ -147,9 +147,9 @@ class ZeroSettings:
 
         if self.optimizer == "muon" and self.clip_grad_norm:
             yield "clip_grad_norm with muon would scale its steps, not their gradients; leave it out"
-        for name in ("clipping", "weight_decay", "muon_lr_factor"):
+        for name in ("largest_norm", "weight_decay", "muon_lr_factor"):
             if not 0 <= getattr(self, name) < math.inf:
-                shown = "clip_grad_norm" if name == "clipping" else name
+                shown = "clip_grad_norm" if name == "largest_norm" else name
                 yield f"{shown} is {getattr(self, name)}; it has to be a finite number of at least 0"
         shares = {"ema_decay": (self.ema_decay,), "momentum": (self.momentum,), "betas": self.betas}
         for name, found in shares.items():
@@ -171,7 +171,7 @@ class ZeroSettings:
         return replace(self, dtype=dtype)
 
     @property
-    def clipping(self) -> float:
+    def largest_norm(self) -> float:
         """The effective value of `clip_grad_norm`."""
         if self.clip_grad_norm is not None:
             return self.clip_grad_norm

@@ -75,7 +75,7 @@ def run(objective: Objective, cut: Sequence[Sequence[int]], **seen: Any) -> Outc
         )
         for part in cut
     ]
-    totals = Totals(*np.sum([micro_batch.counts for micro_batch in micro_batches], axis=0).tolist())
+    totals = Totals(*np.sum([micro_batch.added_counts for micro_batch in micro_batches], axis=0).tolist())
     assert objective.enough(totals)
     loss, stats = torch.zeros(()), dict[str, float]()
     for part, micro_batch in zip(cut, micro_batches, strict=True):

@@ -70,7 +70,7 @@ def test_parameters_are_counted_from_the_config(kind: str, sizes: dict[str, int]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = ModelShape.of_config(config.to_dict(), "config.json")
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
     assert ModelShape.of_config({**config.to_dict(), "text_config": None}, "config.json") == shape
 
 
@@ -85,7 +85,7 @@ def test_parameters_are_counted_from_the_config(kind: str, sizes: dict[str, int]
 )
 def test_published_models_have_their_published_sizes(name: str, parameters: int) -> None:
     shape = read_shape(SHAPES / f"{name}.json")
-    assert shape is not None and shape.parameters == parameters
+    assert shape is not None and shape.num_parameters == parameters
 
 
 def test_the_built_in_models_have_the_shapes_that_are_predicted_from() -> None:
@@ -93,8 +93,8 @@ def test_the_built_in_models_have_the_shapes_that_are_predicted_from() -> None:
     from flowrl.models.tokens.characters import character_tokenizer
 
     tiny = make_random_model(character_tokenizer())
-    assert CHARACTER_SHAPE.parameters == sum(p.numel() for p in tiny.parameters())
-    assert SMOLLM2_SHAPE.parameters == 134_515_008
+    assert CHARACTER_SHAPE.num_parameters == sum(p.numel() for p in tiny.parameters())
+    assert SMOLLM2_SHAPE.num_parameters == 134_515_008
     assert known_shape(Policy("/no/such/model")) is None
 
 
@@ -185,7 +185,7 @@ def test_the_most_that_a_pass_has_at_once_is_predicted_and_not_by_much_too_high(
 ) -> None:
     _, most = passed(sizes, dtype, checkpointing=checkpointing)
     settings = ZeroSettings(dtype=dtype, gradient_checkpointing=checkpointing)
-    predicted = TrainerModel(shape_of(sizes), settings, LoRA(), ranks=1).activations(TOKENS)
+    predicted = TrainerModel(shape_of(sizes), settings, LoRA(), ranks=1).activation_bytes(TOKENS)
     assert most <= 1.02 * predicted, "what is predicted is enough"
     assert predicted <= 1.35 * most
 
@@ -207,7 +207,7 @@ def test_logprobs_in_cache_take_no_more_than_chunks(
     sizes = {"vocab_size": 4096}
     _, most = passed(sizes, dtype, scoring=scoring)
     element = {"bfloat16": 2, "float32": 4}[dtype]
-    trained = TrainerModel(shape_of(sizes), ZeroSettings(dtype=dtype), LoRA(), ranks=1).activations(TOKENS)
+    trained = TrainerModel(shape_of(sizes), ZeroSettings(dtype=dtype), LoRA(), ranks=1).activation_bytes(TOKENS)
     assert most <= (scoring_bytes(shape_of(sizes), element, TOKENS) if scoring else trained)
 
 
@@ -297,9 +297,9 @@ def test_a_real_rank_has_the_terms_that_are_predicted(ranks: dict[str, dict[str,
     zero, lora = settings_of(CASES[name])
     shape = shape_of({"vocab_size": 2048, "num_hidden_layers": 4})
     model = TrainerModel(shape, zero, lora, ranks=2, tensor=tensor_size_of(CASES[name]))
-    bucket = BUCKET_BYTES if model.stage == 3 else 0  # below stage 3 it lives within a backward
-    state = model.weights + model.optimizer_state
-    predicted = state + model.gradients + model.offload_copies + bucket
+    bucket = BUCKET_BYTES if model.zero_stage == 3 else 0  # below stage 3 it lives within a backward
+    state = model.weight_bytes + model.optimizer_bytes
+    predicted = state + model.gradient_bytes + model.offload_bytes + bucket
     assert ranks[name]["accumulated"] == pytest.approx(predicted, rel=0.01), "between backward and step"
     assert ranks[name]["stepped"] <= 1.01 * predicted, "the step needs no more"
 

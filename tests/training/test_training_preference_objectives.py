@@ -68,7 +68,7 @@ def test_a_pair_with_one_half_masked_out_does_not_count() -> None:
     masks[3] = np.zeros_like(masks[3])
     piece = make_micro_batch(given, masks, DPOObjective(), version=0, layout="padded", device=CPU)
     assert piece.pairs_P2.tolist() == [[0, 1], [4, 5]]
-    assert piece.counts == (18, 5, 2, 3)
+    assert piece.added_counts == (18, 5, 2, 3)
     assert not DPOObjective().enough(Totals(num_tokens=9, num_sequences=3))
 
 

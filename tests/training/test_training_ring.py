@@ -197,7 +197,7 @@ def test_a_ring_keeps_less_than_an_exchange_of_heads_and_its_blocks_are_counted(
 
     def activations(kind: SequenceKind, **sizes: int) -> int:
         about: dict[str, Any] = {"ranks": 8, "scalar": True, "sliced": 4, "kind": kind}
-        return TrainerModel(replace(shape, **sizes), ZeroSettings(), LoRA(), **about).activations(80_000)
+        return TrainerModel(replace(shape, **sizes), ZeroSettings(), LoRA(), **about).activation_bytes(80_000)
 
     exchanged = 4 * 20_000 * exchanged_bytes(shape, 4, 4)
     blocks = 20_000 * (ring_bytes(shape, 4) - 4 * (2 * 1024 + 512))

@@ -295,7 +295,8 @@ def test_a_layer_keeps_exactly_what_the_formula_says(
 def test_activations_are_divided_by_the_ranks_that_share_them() -> None:
     shape = ModelShape(512, 4, 8, 2, 64, 1024, 1000)
     alone, *shared = (
-        TrainerModel(shape, ZeroSettings(), LoRA(), ranks=8, sliced=size).activations(80_000) for size in (1, 2, 4, 8)
+        TrainerModel(shape, ZeroSettings(), LoRA(), ranks=8, sliced=size).activation_bytes(80_000)
+        for size in (1, 2, 4, 8)
     )
     for size, found in zip((2, 4, 8), shared, strict=True):
         assert alone / size < found < 1.35 * alone / size

@@ -167,15 +167,15 @@ def test_a_rank_has_its_part_of_the_layers_and_zero_shards_it_among_the_copies()
     shape = ModelShape(512, 4, 8, 4, 64, 1024, 1000, biased=True)
     alone = TrainerModel(shape, TWO, LoRA(), ranks=8)
     divided = replace(alone, tensor=4)
-    matrices = 4 * (sum(i * o for i, o in shape.linears) + shape.query + 2 * shape.key)
-    assert divided.parameters == alone.parameters, "what is exported and published is whole"
-    assert divided.trained == alone.parameters - matrices + matrices // 4
-    assert divided.weights == 4 * divided.trained
-    assert divided.gradients == 4 * divided.trained // 2, "two copies"
-    assert divided.optimizer_state == 4 * divided.trained // 2 + 8 * divided.trained // 2, "masters and moments"
-    assert replace(divided, scalar=True).trained == divided.trained - 1000 * 512
-    kept = [replace(one, zero=ZeroSettings(stage=1)).gradients for one in (alone, divided)]
-    assert kept == [8 * alone.trained, 8 * divided.trained]
+    matrices = 4 * (sum(i * o for i, o in shape.linear_shapes) + shape.query_width + 2 * shape.key_width)
+    assert divided.num_parameters == alone.num_parameters, "what is exported and published is whole"
+    assert divided.num_trained == alone.num_parameters - matrices + matrices // 4
+    assert divided.weight_bytes == 4 * divided.num_trained
+    assert divided.gradient_bytes == 4 * divided.num_trained // 2, "two copies"
+    assert divided.optimizer_bytes == 4 * divided.num_trained // 2 + 8 * divided.num_trained // 2, "masters and moments"
+    assert replace(divided, scalar=True).num_trained == divided.num_trained - 1000 * 512
+    kept = [replace(one, zero=ZeroSettings(stage=1)).gradient_bytes for one in (alone, divided)]
+    assert kept == [8 * alone.num_trained, 8 * divided.num_trained]
 
 
 def test_a_checkpoint_of_a_divided_model_needs_the_same_parts(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_published_weights_are_estimated_in_the_dtype_in_which_they_are_sent(dty
     cluster = Cluster((Machine(tuple(range(8))),))
     found = find_residents(graph, make_plan(graph, cluster), cluster)
     (shm,) = (term for one in found for term in one.footprint.terms if term.place == "shm")
-    assert shm.num_bytes == 3 * element * CHARACTER_SHAPE.parameters
+    assert shm.num_bytes == 3 * element * CHARACTER_SHAPE.num_parameters
 
 
 def test_different_gpu_transports_are_refused() -> None:

@@ -152,7 +152,7 @@ def kv_cache_room(config: Any, longest_response: int) -> int:
     sequence = min(model.max_model_len, PROMPT_TOKENS + longest_response) + block
     tokens = max(slots * sequence, model.max_model_len + block)
     shape = read_shape(Path(model.model))
-    limit = largest_kv_cache(None if shape is None else shape.parameters * model.dtype.itemsize)
+    limit = largest_kv_cache(None if shape is None else shape.num_parameters * model.dtype.itemsize)
     return int(min(max(limit, per_token * (model.max_model_len + block)), tokens * per_token))
 
 

@@ -94,13 +94,13 @@ class Residence:
         """Move everything to host memory; returns the bytes moved. Does nothing if it is already there."""
         if self._away:
             return 0
-        self._synchronize()
+        self.wait_for_device()
         storages = device_storages(self._root, self._device)
         places = list_offsets([storage.nbytes() for storage in storages])
         host = self._host.reserve_for(places[-1])
         for storage, start in zip(storages, places, strict=False):
             host[start : start + storage.nbytes()].copy_(view_bytes(storage), non_blocking=True)
-        self._synchronize()
+        self.wait_for_device()
         self._sizes = [storage.nbytes() for storage in storages]
         for storage in storages:
             storage.resize_(0)
@@ -119,14 +119,14 @@ class Residence:
         for storage, size, start in zip(storages, self._sizes if storages else (), places, strict=False):
             storage.resize_(size)
             view_bytes(storage).copy_(host[start : start + size], non_blocking=True)
-        self._synchronize()
+        self.wait_for_device()
         return sum(self._sizes) if storages else 0
 
-    def close(self) -> None:
+    def free_memory(self) -> None:
         """Free the host memory. Must not be called while the object is away."""
-        self._host.close()
+        self._host.free_memory()
 
-    def _synchronize(self) -> None:
+    def wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -142,12 +142,12 @@ class HostMemory:
     def reserve_for(self, num_bytes: int) -> Tensor:
         """[at least `num_bytes`], uint8. The memory keeps its content if it was already large enough."""
         if self._memory.numel() < num_bytes:
-            self.close()
+            self.free_memory()
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
             self._lock_pages()
         return self._memory
 
-    def close(self) -> None:
+    def free_memory(self) -> None:
         if self._unlock is not None:
             self._unlock()
         self._unlock = None

@@ -127,7 +127,7 @@ def deepspeed_config(settings: ZeroSettings, num_ranks: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings.clipping,
+        "gradient_clipping": settings.largest_norm,
         "zero_optimization": zero,
         "bf16": {"enabled": settings.dtype == "bfloat16", "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -193,7 +193,7 @@ class ZeroEngine:
             *tensor_problems(gang.tensor_size, settings, self.lora, architecture, sequence=gang.sequence_size),
         ):
             raise ConfigError(problem)
-        own_kernels = trees.trees or gang.sequence_kind == "ring"
+        own_kernels = trees.has_trees or gang.sequence_kind == "ring"
         attention = "sdpa" if own_kernels else choose_attention(settings.attention, gang.device, settings.dtype)
         packed = splits_packed_rows(attention) if settings.packing is None else settings.packing
         self.layout: Placing = trees.layout if trees.layout != "rows" else "packed" if packed else "padded"
@@ -243,7 +243,7 @@ class ZeroEngine:
         }
         if gang.sequence is not None:
             require_slices(self._own_scores, self._compute_scores, layout=self.layout, **model_facts)
-        if trees.trees:
+        if trees.has_trees:
             require_trees(self._compute_scores, **model_facts)
 
     def _compute_scores(self, rows: RowLayout) -> Tensor:

@@ -127,7 +127,7 @@ def choose_implementation(attention: Attention, decision: Decision, config: Any)
     if attention == "varlen":
         require_plain_scores(config)
         return register_varlen()
-    if decision.trees:
+    if decision.has_trees:
         return register_trees()
     # torch's kernels would ignore a soft cap of the attention scores.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
@@ -178,7 +178,7 @@ def load_policy_model(
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         causal_lm.train()
     model = PolicyModel(causal_lm)
-    if decision.trees and tries:
+    if decision.has_trees and tries:
         require_trees(lambda rows: model(rows)[0], name=str(path), dtype=dtype, **trial_facts(causal_lm))
     model.layout = decision.layout
     return model

@@ -133,7 +133,7 @@ def load_scalar_model(
     model = ScalarModel(classifier, tokenizer)
     if start == "policy":
         draw_head(classifier.score.weight, seed)
-    if decision.trees and tries:
+    if decision.has_trees and tries:
         require_trees(model, name=str(path), dtype=dtype, **trial_facts(classifier))
     model.layout = decision.layout
     return model

@@ -440,9 +440,9 @@ MUTANTS = (
     Mutant(
         name="masters_unsharded",
         fault="the fp32 masters are predicted whole on every rank",
-        function="TrainerModel.optimizer_state",
-        before="master = -(-4 * self.trained // self.copies)",
-        after="master = 4 * self.trained",
+        function="TrainerModel.optimizer_bytes",
+        before="master = -(-4 * self.num_trained // self.num_copies)",
+        after="master = 4 * self.num_trained",
         test="tests/graph/test_graph_memory.py::test_more_ranks_and_parts_take_less_of_each_device",
     ),
     Mutant(
@@ -506,7 +506,7 @@ MUTANTS = (
         fault="a batch in pieces is divided by the number of one rank",
         function="Learner.train_piece",
         before="sums.totals += counts",
-        after="sums.totals += Totals(*np.sum([one.counts for one in micro_batches], axis=0).tolist())",
+        after="sums.totals += Totals(*np.sum([one.added_counts for one in micro_batches], axis=0).tolist())",
         test="tests/oracle/test_oracle.py::test_a_batch_in_pieces_equals_the_plain_loop[group_norm-ppo-token-rows]",
     ),
     Mutant(

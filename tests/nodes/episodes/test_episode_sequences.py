@@ -156,7 +156,7 @@ def test_rows_of_a_sample_count_once_and_share_its_mean() -> None:
             device=torch.device("cpu"),
             shares=[shares[i] for i in order],
         )
-        counts += np.array(piece.counts)
+        counts += np.array(piece.added_counts)
         shown = values[order][:, : piece.mask_BT.shape[1]]
         found = found + aggregate_terms(
             shown, piece.mask_BT, "sequence", num_sequences=2, sample_tokens_B=piece.sample_tokens_B

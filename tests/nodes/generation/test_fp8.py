@@ -255,7 +255,7 @@ def test_weights_in_fp8_are_a_byte_for_each_element_of_the_layers_matrices() -> 
     assert quantized > 2 * 2 * vocab * hidden and 0.5 < quantized / whole < 0.6
     (cpu,) = (r for r in asked("grpo", "--policy", "smollm2").residents if r.replica == "generator/0")
     weights = next(term.num_bytes for term in cpu.footprint.terms if term.name == "weights")
-    assert 0.5 < weights / (2 * SMOLLM2_SHAPE.parameters) < 0.65
+    assert 0.5 < weights / (2 * SMOLLM2_SHAPE.num_parameters) < 0.65
 
 
 # The probe

@@ -58,8 +58,8 @@ def test_settings_that_cannot_be(options: dict[str, Any], says: str) -> None:
 
 
 def test_clipping_is_off_under_muon_unless_it_is_asked_for() -> None:
-    assert (ZeroSettings().clipping, ZeroSettings(optimizer="muon").clipping) == (1.0, 0.0)
-    assert ZeroSettings(clip_grad_norm=0.3).clipping == 0.3
+    assert (ZeroSettings().largest_norm, ZeroSettings(optimizer="muon").largest_norm) == (1.0, 0.0)
+    assert ZeroSettings(clip_grad_norm=0.3).largest_norm == 0.3
 
 
 def test_a_dtype_is_set_in_one_place() -> None:

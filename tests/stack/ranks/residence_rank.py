@@ -87,7 +87,7 @@ def work(gang: Gang, directory: Path, arguments: Sequence[str]) -> None:
                 assert residence.come_back() == 0
         same = [torch.equal(a, b) for a, b in zip(expected, outcome(engine), strict=True)]
         found[name] = {"norms": norms == got, "same": all(same), "kept": kept, "moved": moved, "here": here}
-        residence.close()
+        residence.free_memory()
         del engine, residence
         gc.collect()
     (directory / f"residence-{gang.rank}.json").write_text(json.dumps(found))

@@ -99,7 +99,7 @@ def test_the_host_memory_is_used_again() -> None:
     assert residence._host.reserve_for(0).numel() >= 4000 + 12 and root[1].untyped_storage().nbytes() == 0
     residence.come_back()
     assert root[1].tolist() == [1, 1, 1] and address
-    residence.close()
+    residence.free_memory()
     assert residence._host.reserve_for(0).numel() == 0
 
 
@@ -147,7 +147,7 @@ def test_host_memory_is_unlocked_before_its_addresses_may_be_used_again(cuda: Cu
     assert list(cuda.locked.values()) == [1000]
     memory.reserve_for(5000)
     assert list(cuda.locked.values()) == [5000], "the smaller piece is given back"
-    memory.close()
+    memory.free_memory()
     assert not cuda.locked
     memory.reserve_for(10)
     del memory  # as when a trainer is made anew in a process, without close
@@ -164,7 +164,7 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is_and_leaves_no_error(
     page_unlock(taken)
     page_unlock(taken)
     assert cuda.error == 0 and memory.reserve_for(3).numel() == 3
-    memory.close()
+    memory.free_memory()
 
 
 @pytest.fixture(scope="module")
