@@ -106,10 +106,6 @@ class Scorer:
         """The token ids to score, rendered with this model's own template up to the end token. Raises Unrendered."""
         return self.chat.with_tools(tools).encode_scored(turns, response, sampled=True)[0]
 
-    def score_ids(self, token_ids: Sequence[Int32]) -> list[float]:
-        """The score of each sequence, at its last token."""
-        return [self.sum_labels(scores) for scores in self.label_scores(token_ids)]
-
     def label_scores(self, token_ids: Sequence[Int32]) -> list[tuple[float, ...]]:
         """The score of each label, in the order of `labels`, for each sequence."""
         from flowrl.training.scoring_models import score_items, scores_of_pass

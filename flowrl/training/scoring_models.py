@@ -285,11 +285,7 @@ class ShardedModel:
             rank.pipe.send(RankStart(number, len(gpus), address, device, threads, load))
         first = self._await_answers()[0]
         self.layout: Layout = first["layout"]
-        self._facts: dict[str, Any] = first["facts"]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return self._facts
+        self.facts: dict[str, Any] = first["facts"]
 
     def run(self, one: Pass[R], passes: Sequence[Sequence[Any]], trees: bool, *args: Any) -> Iterator[list[R]]:
         """The results of each of `passes`, in order. As many passes run at a time as there are ranks."""

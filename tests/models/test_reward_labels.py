@@ -81,7 +81,7 @@ def test_the_score_is_what_the_option_makes_of_the_labels(model: Path, text: str
     own = logits(model, ids.tolist())
     scorer = load_scorer(model, label=text)
     assert scorer.labels == dict(zip(NAMES, weights, strict=True))
-    assert scorer.score_ids([ids, ids[:2]])[0] == pytest.approx(np.dot(weights, own), abs=1e-5)
+    assert scorer.sum_labels(scorer.label_scores([ids, ids[:2]])[0]) == pytest.approx(np.dot(weights, own), abs=1e-5)
     assert scorer.label_scores([ids])[0] == pytest.approx(own, abs=1e-5)
 
 
@@ -124,7 +124,8 @@ def test_the_head_of_armo_is_found_by_its_name(policy: Path, tmp_path: Path) -> 
     state = read(path / "model.safetensors")
     state["regression_layer.weight"] = state.pop("score.weight")
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    assert load_scorer(path, label="1").score_ids([ids])[0] == pytest.approx(own[1], abs=1e-5)
+    second = load_scorer(path, label="1")
+    assert second.sum_labels(second.label_scores([ids])[0]) == pytest.approx(own[1], abs=1e-5)
 
 
 def test_such_a_model_is_no_start_of_a_critic(model: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_sample_of_the_same_tokenizer_is_scored_by_its_own_ids(
     given = [sample(0, token_ids=ids), sample(1, token_ids=ids[:4])]
     record = score(RewardModel(str(reward_model), Policy(str(policy)), task), given)
     found = record.sent("scored")
-    expected = scorer.score_ids([ids])[0]
+    expected = scorer.sum_labels(scorer.label_scores([ids])[0])
     assert [s.reward for s in found] == pytest.approx([expected] * 2), "a truncated response is ended for it"
     assert [s.raw_reward for s in found] == [s.reward_parts["reward_model"] for s in found]
     assert record.progress == []
@@ -122,7 +122,7 @@ def test_the_reward_is_normalised_and_shaped_and_the_raw_one_is_not(
     node = RewardModel(str(reward_model), Policy(str(policy)), task, normalise=True, shaping=Shaping(negate=True))
     given = sample(0, token_ids=np.array([1, 2, 3, EOS], np.int32))
     (out,) = score(node, [given]).sent("scored")
-    raw = scorer.score_ids([given.token_ids])[0]
+    raw = scorer.sum_labels(scorer.label_scores([given.token_ids])[0])
     assert out.raw_reward == pytest.approx(raw)
     assert out.reward == pytest.approx(-(raw - 0.5) / 2.0)
 
@@ -135,7 +135,7 @@ def test_in_a_sum_the_functions_are_asked_too_and_every_part_is_logged(
     assert node.preflight() is None
     given = sample(0, token_ids=np.array([1, 2, EOS], np.int32), response_text="w2", columns={"answer": "w2"})
     (out,) = score(node, [given]).sent("scored")
-    raw = scorer.score_ids([given.token_ids])[0]
+    raw = scorer.sum_labels(scorer.label_scores([given.token_ids])[0])
     assert out.reward == pytest.approx(3.0 + 0.5 * (raw - 0.5) / 2.0)
     assert out.raw_reward == pytest.approx(3.0 + 0.5 * raw)
     assert out.reward_parts == {"reward_model": pytest.approx(raw), "right": 1.0}
@@ -202,7 +202,7 @@ def test_a_held_out_answer_has_the_score_of_a_sample(
     given = sample(0, token_ids=np.array([1, 2, 3, EOS], np.int32))
     node = RewardModel(str(reward_model), Policy(str(policy)), task, normalise=True, shaping=Shaping(negate=True))
     (found,) = answered(node, [score_question(given, None)])
-    raw = scorer.score_ids([given.token_ids])[0]
+    raw = scorer.sum_labels(scorer.label_scores([given.token_ids])[0])
     assert found == ModelScore(pytest.approx(raw), pytest.approx((raw - 0.5) / 2.0), {})
     monkeypatch.setattr(Scorer, "label_scores", lambda self, ids: [(float("nan"),)] * len(ids))
     with pytest.raises(SampleFailed, match="reward_not_finite"):

@@ -391,16 +391,11 @@ def common_prefix(one: str, other: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def end_ids(tokenizer: Any) -> Int32:
-    """The ids of all special tokens; one of them ends a turn."""
-    added = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
-    return np.asarray(sorted({tokenizer.eos_token_id, *tokenizer.all_special_ids, *added} - {None}), np.int32)
-
-
-@functools.lru_cache(maxsize=8)
 def special_texts(tokenizer: Any) -> tuple[str, ...]:
-    """The texts of the tokens of `end_ids`."""
-    return tuple(map(str, tokenizer.convert_ids_to_tokens(end_ids(tokenizer).tolist())))
+    """The texts of all special tokens, ascending by id; one of them ends a turn."""
+    added = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    ids = sorted({tokenizer.eos_token_id, *tokenizer.all_special_ids, *added} - {None})
+    return tuple(map(str, tokenizer.convert_ids_to_tokens(ids)))
 
 
 @cached_by_template

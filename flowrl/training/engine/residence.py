@@ -144,7 +144,10 @@ class HostMemory:
         if self._memory.numel() < num_bytes:
             self.free_memory()
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-            self._lock_pages()
+            if self._pinned and page_lock(self._memory):
+                # Unlock even without a call of `free_memory`: once it is freed, its addresses may be reused.
+                self._unlock = finalize(self, page_unlock, self._memory)
+                self._unlock.atexit = False
         return self._memory
 
     def free_memory(self) -> None:
@@ -152,12 +155,6 @@ class HostMemory:
             self._unlock()
         self._unlock = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def _lock_pages(self) -> None:
-        if self._pinned and page_lock(self._memory):
-            # Unlock even without a call of `close`: once the memory is freed, its addresses may be reused.
-            self._unlock = finalize(self, page_unlock, self._memory)
-            self._unlock.atexit = False
 
 
 def page_lock(memory: Tensor) -> bool:

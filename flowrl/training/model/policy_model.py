@@ -125,7 +125,18 @@ def choose_attention(attention: Attention | None, device: torch.device, dtype: D
 def choose_implementation(attention: Attention, decision: Decision, config: Any) -> str:
     """The attention implementation to load a model with. It takes rows, and also trees if `decision` has trees."""
     if attention == "varlen":
-        require_plain_scores(config)
+        text = config.get_text_config()
+        obstacles = {
+            "attn_logit_softcapping": "a soft cap on its attention scores",
+            "attention_chunk_size": "attention in chunks",
+        }
+        found = [what for name, what in obstacles.items() if getattr(text, name, None)]
+        if text.model_type == "gpt_oss":
+            found.append("attention sinks")
+        if found:
+            raise ConfigError(
+                f"attention 'varlen' does not know {found[0]}, which {text.model_type} has; leave --zero.attention out"
+            )
         return register_varlen()
     if decision.has_trees:
         return register_trees()
@@ -271,22 +282,6 @@ def require_varlen(device: torch.device) -> None:
         raise ConfigError(
             f"attention 'varlen' needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, and this one has "
             f"{found[0]}.{found[1]}; choose sdpa"
-        )
-
-
-def require_plain_scores(config: Any) -> None:
-    """Raise ConfigError if a model with this config has attention scores that the kernel cannot compute."""
-    text = config.get_text_config()
-    obstacles = {
-        "attn_logit_softcapping": "a soft cap on its attention scores",
-        "attention_chunk_size": "attention in chunks",
-    }
-    found = [what for name, what in obstacles.items() if getattr(text, name, None)]
-    if text.model_type == "gpt_oss":
-        found.append("attention sinks")
-    if found:
-        raise ConfigError(
-            f"attention 'varlen' does not know {found[0]}, which {text.model_type} has; leave --zero.attention out"
         )
 
 

@@ -316,15 +316,6 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True)
-class RingBlock:
-    """The queries of this rank that see any key of a source rank, and the keys that any of these queries sees."""
-
-    queries: slice
-    keys: slice
-    kernel: BlockKernel
-
-
-@dataclass(frozen=True)
 class Ring:
     """Attention of one layer in one pass."""
 
@@ -334,15 +325,16 @@ class Ring:
     window: int | None = None
     cap: float | None = None
 
-    def make_block(self, step: int, q: Tensor, v: Tensor) -> RingBlock:
-        """What the rank computes in this step; in step 0 it computes its own block."""
+    def make_block(self, step: int, q: Tensor, v: Tensor) -> tuple[slice, slice, BlockKernel]:
+        """(the queries of this rank that see any key of the step's source rank, the keys that any of them sees, what
+        computes with them). In step 0 the rank computes its own block."""
         source, half = (self.group.rank - step) % self.group.size, q.shape[2] // 2
         queries = slice(half, None) if source > self.group.rank else ALL
         keys = slice(0, half) if source < self.group.rank else ALL
         if self.cap is not None or not self.sight.is_plain(self.window) or not has_kernel(q, v):
-            return RingBlock(queries, keys, PlainBlock(self.scale, self._mask_block(source, queries, keys), self.cap))
+            return queries, keys, PlainBlock(self.scale, self._mask_block(source, queries, keys), self.cap)
         flash = CudaFlashBlock if q.device.type == "cuda" else CpuFlashBlock
-        return RingBlock(queries, keys, flash(self.scale, causal=step == 0))
+        return queries, keys, flash(self.scale, causal=step == 0)
 
     def _mask_block(self, source: int, queries: slice, keys: slice) -> Callable[[slice], tuple[slice, Tensor]]:
         """Slice of these queries -> (keys neither after them nor before their windows, which query sees which)."""
@@ -369,18 +361,23 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        merged: _Merged | None = None
+        # The queries' results over all keys so far: attention, and the log-sum-exp of the scores.
+        merged_out = merged_lse = q.new_empty(0)
         for step, keys_values in enumerate(_coming_by(ring.group, torch.cat((k, v), dim=-1))):
-            block = ring.make_block(step, q, v)
-            found = block.kernel.forward(q[:, :, block.queries], *split_block(keys_values[:, :, block.keys], k))
-            if merged is None:
-                merged = _Merged(found[0].float(), found[1].contiguous())
-            else:
-                merged.add_result(block.queries, *found)
-        assert merged is not None
-        attended = merged.out.transpose(1, 2).to(q.dtype).contiguous()
+            queries, keys, kernel = ring.make_block(step, q, v)
+            out, lse = kernel.forward(q[:, :, queries], *split_block(keys_values[:, :, keys], k))
+            if step == 0:
+                merged_out, merged_lse = out.float(), lse.contiguous()
+                continue
+            # Merge results of some of the queries. A query that sees none of the keys has -inf as log-sum-exp.
+            before = merged_lse[:, :, queries].clone()
+            after = torch.logaddexp(before, lse)
+            kept, new = ((one - after).exp_()[..., None] for one in (before, lse))
+            merged_out[:, :, queries].mul_(kept).add_(out.float().mul_(new))
+            merged_lse[:, :, queries] = after
+        attended = merged_out.transpose(1, 2).to(q.dtype).contiguous()
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, attended, merged.lse)
+        ctx.save_for_backward(q, k, v, attended, merged_lse)
         return attended
 
     @staticmethod
@@ -390,17 +387,17 @@ class _RingAttention(torch.autograd.Function):
         asking = (grad_RlhD.transpose(1, 2), q, attended.transpose(1, 2), lse)
         dq, arrived = torch.zeros(q.shape, dtype=torch.float32, device=q.device), None
         for step, keys_values in enumerate(_coming_by(ring.group, torch.cat((k, v), dim=-1))):
-            block = ring.make_block(step, q, v)
-            grad, q_own, out, lse_own = (one[:, :, block.queries] for one in asking)
-            k_block, v_block = split_block(keys_values[:, :, block.keys], k)
-            parts = block.kernel.backward(grad, q_own, k_block, v_block, out, lse_own)
-            dq[:, :, block.queries] += parts[0]
+            queries, keys, kernel = ring.make_block(step, q, v)
+            grad, q_own, out, lse_own = (one[:, :, queries] for one in asking)
+            k_block, v_block = split_block(keys_values[:, :, keys], k)
+            parts = kernel.backward(grad, q_own, k_block, v_block, out, lse_own)
+            dq[:, :, queries] += parts[0]
             if arrived is None:
                 gradient = torch.zeros(keys_values.shape, dtype=torch.float32, device=q.device)
             else:
                 gradient = arrived()
             for part, sums in zip(parts[1:], split_block(gradient, k), strict=True):
-                sums[:, :, block.keys] += part
+                sums[:, :, keys] += part
             arrived = start_hop(ring.group, gradient)
             del k_block, v_block, parts, gradient  # frees them before the next block is computed
         assert arrived is not None
@@ -420,22 +417,6 @@ def _coming_by(group: SequenceGroup, own: Tensor) -> Iterator[Tensor]:
 def split_block(keys_values: Tensor, key: Tensor) -> Sequence[Tensor]:
     """Keys and values, or their gradients, split: they are concatenated along the channels."""
     return keys_values.tensor_split((key.shape[-1],), dim=-1)
-
-
-@dataclass(frozen=True)
-class _Merged:
-    """The queries' results over all keys so far: attention, and the log-sum-exp of the scores."""
-
-    out: Tensor
-    lse: Tensor
-
-    def add_result(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge results of some of the queries over further keys. A query that sees none of them has -inf as `lse`."""
-        before = self.lse[:, :, queries].clone()
-        after = torch.logaddexp(before, lse)
-        kept, new = ((one - after).exp_()[..., None] for one in (before, lse))
-        self.out[:, :, queries].mul_(kept).add_(out.float().mul_(new))
-        self.lse[:, :, queries] = after
 
 
 def start_hop(group: SequenceGroup, sent: Tensor) -> Callable[[], Tensor]:

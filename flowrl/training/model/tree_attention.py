@@ -123,7 +123,7 @@ class PlaceRows:
 
     def __init__(self, places_Bn: Places, num_heads: int, num_places: int, device: torch.device) -> None:
         self.num_heads, self.device = num_heads, device
-        self._num, self._places = num_heads * len(places_Bn), num_places
+        self.num_blocks, self._places = num_heads * len(places_Bn), num_places
         start, stop = int(places_Bn[0, 0]), int(places_Bn[0, -1]) + 1
         is_range = len(places_Bn) == 1 and stop - start == places_Bn.shape[1]
         self.range = slice(start, stop) if is_range else None
@@ -137,12 +137,7 @@ class PlaceRows:
         """The rows of `table`, [N, n, ...]: a view if the places are one range, else a copy."""
         if self.rows is None:
             return table.view(self.num_heads, self._places, *table.shape[1:])[:, self.range]
-        return table.index_select(0, self.rows).view(self._num, -1, *table.shape[1:])
-
-    def first_rows(self, num: int) -> Tensor:
-        """The rows of the first `num` places of each block."""
-        assert self.rows is not None
-        return self.rows.view(self._num, -1)[:, :num].reshape(-1)
+        return table.index_select(0, self.rows).view(self.num_blocks, -1, *table.shape[1:])
 
 
 class Chunk:
@@ -175,20 +170,16 @@ class Chunk:
         """The queries' rows of `table`, [N, Q, ...]; at padding, the row of an arbitrary place."""
         return self._q.read_rows(table)
 
-    def put_queries(self, table: Tensor, rows_NQ: Tensor) -> None:
-        """Write the queries' rows of `table`."""
+    def write_queries(self, table: Tensor, rows_NQ: Tensor, *, adds: bool = False) -> None:
+        """Write the queries' rows of `table`, or add to them."""
         if self._q.rows is None:
-            self._q.read_rows(table).copy_(rows_NQ)
-        else:
-            rows, places = self._without_padding(rows_NQ, self._q.rows)
-            table.index_copy_(0, places, rows)
-
-    def add_to_queries(self, table: Tensor, rows_NQ: Tensor) -> None:
-        if self._q.rows is None:
-            self._q.read_rows(table).add_(rows_NQ)
-        else:
-            rows, places = self._without_padding(rows_NQ, self._q.rows)
-            table.index_add_(0, places, rows)
+            view = self._q.read_rows(table)
+            (view.add_ if adds else view.copy_)(rows_NQ)
+            return
+        rows, places = rows_NQ.flatten(0, 1), self._q.rows
+        if self._real is not None:
+            rows, places = rows[self._real], places[self._real]
+        (table.index_add_ if adds else table.index_copy_)(0, places, rows)
 
     def read_keys(self, table: Tensor) -> Tensor:
         """The keys' rows of `table`, [N, K, D]."""
@@ -198,7 +189,8 @@ class Chunk:
         if self._k.rows is None:
             self._k.read_rows(table)[:, : self._keys].add_(rows_NKD)
         else:
-            table.index_add_(0, self._k.first_rows(self._keys), rows_NKD.flatten(0, 1).to(table.dtype))
+            places = self._k.rows.view(self._k.num_blocks, -1)[:, : self._keys].reshape(-1)
+            table.index_add_(0, places, rows_NKD.flatten(0, 1).to(table.dtype))
 
     def compute_scores(self, q_NXD: Tensor, k_NKD: Tensor) -> Tensor:
         """[N, X, K], −inf at keys that a query does not see."""
@@ -208,11 +200,6 @@ class Chunk:
             scores_hBQgK = scores_NXK.view(self._k.num_heads, blocks, queries, -1, self._keys)
             scores_hBQgK[..., self._seen_by_all :] += self._hidden_BQ1K
         return scores_NXK
-
-    def _without_padding(self, rows_NQ: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows of queries, their places in a table)."""
-        rows = rows_NQ.flatten(0, 1)
-        return (rows, places) if self._real is None else (rows[self._real], places[self._real])
 
 
 class Cascade:
@@ -317,10 +304,14 @@ class _CascadeAttention(torch.autograd.Function):
             sum_NX1 = weights_NXK.sum(dim=-1, keepdim=True)
             out_NXD = torch.bmm(weights_NXK.to(rounded), chunk.read_keys(v_table)).float().div_(sum_NX1)
             out, lse = out_NXD.view(num, queries, -1), sum_NX1.log_().double().add_(top_NX1).view(num, queries, -1)
-            if not chunk.first:
-                out, lse = merge_results(chunk.read_queries(out_table), chunk.read_queries(lse_table), out, lse)
-            chunk.put_queries(out_table, out)
-            chunk.put_queries(lse_table, lse)
+            if not chunk.first:  # merge with the results over earlier keys
+                before = chunk.read_queries(lse_table)
+                both = torch.logaddexp(before, lse)
+                merged = chunk.read_queries(out_table).view(*lse.shape, -1) * (before - both).float().exp_()[..., None]
+                merged.addcmul_(out.view_as(merged), (lse - both).float().exp_()[..., None])
+                out, lse = merged.flatten(2), both
+            chunk.write_queries(out_table, out)
+            chunk.write_queries(lse_table, lse)
         ctx.cascade, ctx.scale = cascade, scale
         out = _by_place(out_table, q.shape[1], k_heads, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse_table.float())  # `out` costs nothing: the next layer keeps it too
@@ -355,20 +346,12 @@ class _CascadeAttention(torch.autograd.Function):
             chunk.add_to_keys(dv, torch.bmm(weights_NXK.transpose(1, 2), grad_NXD.to(rounded)))
             chunk.add_to_keys(dk, torch.bmm(slopes_NXK.transpose(1, 2), q_NXD.to(rounded)))
             dq_NQgD = torch.bmm(slopes_NXK, k_NKD.to(rounded)).view(num, queries, -1).float()
-            (chunk.put_queries if chunk.first else chunk.add_to_queries)(dq, dq_NQgD)
+            chunk.write_queries(dq, dq_NQgD, adds=not chunk.first)
         found = (
             _by_place(table, heads, k_heads, q.dtype)
             for table, heads in ((dq.mul_(ctx.scale), q_heads), (dk, k_heads), (dv, k_heads))
         )
         return *(gradient.transpose(1, 2) for gradient in found), None, None
-
-
-def merge_results(out: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [N, Q, gD] to the keys of both results, with its log-sum-exps [N, Q, g]."""
-    both = torch.logaddexp(lse, further_lse)
-    merged = out.view(*lse.shape, -1) * (lse - both).float().exp_()[..., None]
-    merged.addcmul_(further.view_as(merged), (further_lse - both).float().exp_()[..., None])
-    return merged.flatten(2), both
 
 
 @functools.cache

@@ -616,7 +616,7 @@ MUTANTS = (
     Mutant(
         name="ring_merged_by_the_larger",
         fault="blocks of a ring are merged by the larger of their log-sum-exps",
-        function="_Merged.add_result",
+        function="_RingAttention.forward",
         before="after = torch.logaddexp(before, lse)",
         after="after = torch.maximum(before, lse)",
         test="tests/training/test_training_ring.py::test_a_ring_gives_attention_and_gradients_of_all_positions",
