@@ -349,7 +349,13 @@ class Estimate:
         if self.shuffle_rewards:
             random.Random(samples[0].group_id).shuffle(rewards)
         rewards_K = (np.array(rewards) - scale.mean) / scale.std
-        turns_KT = None if compared else turn_rewards(samples, mask_KT.shape) / scale.std
+        turns_KT: Array | None = None
+        if not compared:  # each turn's reward at the turn's last policy token; several at one token are summed
+            turns_KT = np.zeros(mask_KT.shape)
+            for row, sample in zip(turns_KT, samples, strict=True):
+                for place, reward in sample.turn_rewards:
+                    row[place] += reward
+            turns_KT /= scale.std
         if kl_KT is not None and self.kl_before_baseline:
             rewards_K -= coef * np.where(mask_KT, kl_KT, 0.0).sum(axis=1)
             kl_KT = None
@@ -437,15 +443,6 @@ def kl_per_token(log_ratio: Array, estimator: KlEstimator) -> Array:
     d = np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     estimates = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d) + d}
     return np.clip(estimates[estimator], -KL_LIMIT, KL_LIMIT)
-
-
-def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
-    """[K, T]: each turn's reward at the turn's last policy token, 0 elsewhere. Several at one token are summed."""
-    rewards_KT = np.zeros(shape)
-    for row, sample in zip(rewards_KT, samples, strict=True):
-        for place, reward in sample.turn_rewards:
-            row[place] += reward
-    return rewards_KT
 
 
 def stack_rows(arrays: Sequence[npt.NDArray[Any]]) -> Array:

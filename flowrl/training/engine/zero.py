@@ -242,17 +242,18 @@ class ZeroEngine:
             "device": gang.device,
         }
         if gang.sequence is not None:
-            require_slices(self._own_scores, self._compute_scores, layout=self.layout, **model_facts)
+            require_slices(
+                lambda rows: compute_in_slices(self._engine, rows, None)[0],  # each rank computes all positions itself
+                self._compute_scores,
+                layout=self.layout,
+                **model_facts,
+            )
         if trees.has_trees:
             require_trees(self._compute_scores, **model_facts)
 
     def _compute_scores(self, rows: RowLayout) -> Tensor:
         """Values of a scalar head, or logprobs of a language model at temperature 1."""
         return compute_in_slices(self._engine, rows, self.gang.sequence)[0]
-
-    def _own_scores(self, rows: RowLayout) -> Tensor:
-        """The same as `_scores`, but each rank computes all positions itself."""
-        return compute_in_slices(self._engine, rows, None)[0]
 
     @property
     def rank(self) -> int:
@@ -419,7 +420,7 @@ class ZeroEngine:
         """Write master weights and optimizer state, a few files per rank. A frozen base is not included."""
         if self.settings.nvme_path:
             save_offloaded(self._engine.optimizer, Path(path) / TAG, self.rank)
-        elif self._in_shards:
+        elif saves_in_shards(self.settings, self.gang.size):
             averages = self._ema.averages if self._ema is not None else ()
             kept = self.settings.keep_optimizer
             save_shards(self._engine, self._part_path(path), self.rank, averages, optimizer=kept)
@@ -432,10 +433,6 @@ class ZeroEngine:
         if self._ema is not None:
             self._ema.save_average(Path(path), self.rank)
 
-    @property
-    def _in_shards(self) -> bool:
-        return saves_in_shards(self.settings, self.gang.size)
-
     def _part_path(self, path: str | Path) -> Path:
         return part_path(Path(path) / TAG, self.gang.rank % self.gang.tensor_size, self.gang.tensor_size)
 
@@ -443,7 +440,7 @@ class ZeroEngine:
         """Load what `save` wrote, with any number of ranks where that is possible (`resume_problems`)."""
         for problem in resume_problems(Path(path) / TAG, self.settings, self.gang.size, self.gang.tensor_size):
             raise ConfigError(problem)
-        if self._in_shards and is_sharded(self._part_path(path)):
+        if saves_in_shards(self.settings, self.gang.size) and is_sharded(self._part_path(path)):
             averages = self._ema.averages if self._ema is not None else ()
             load_shards(self._engine, self._part_path(path), averages, optimizer=self.settings.optimizer == "adamw")
             return
@@ -536,19 +533,14 @@ class ModelWriter:
         self._written.save_pretrained(folder, state_dict=state, max_shard_size=1 << 60)
         del state
         shard = folder / WEIGHTS
-        self._shards.append(read_tensor_sizes(shard))
+        with shard.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        places = {name: about["data_offsets"] for name, about in header.items() if name != "__metadata__"}
+        self._shards.append({name: end - start for name, (start, end) in places.items()})
         shard.replace(self._target / f"{SHARD}-{len(self._shards) - 1}")
         if len(self._shards) == 1:
             shutil.copytree(folder, self._target, dirs_exist_ok=True)  # the config, and the model's own code
         shutil.rmtree(folder)
-
-
-def read_tensor_sizes(file: Path) -> dict[str, int]:
-    """Name -> bytes of a safetensors file."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    places = {name: about["data_offsets"] for name, about in header.items() if name != "__metadata__"}
-    return {name: end - start for name, (start, end) in places.items()}
 
 
 def needs_whole_state(network: Any) -> bool:

@@ -263,7 +263,8 @@ class _CachedLogprobs(torch.autograd.Function):
         grad_N1 = (grad_N / ctx.temperature)[:, None]
         scaled_NH = (hidden_NH * grad_N1).to(weight_VH.dtype)
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
-        weight_sum, bias_sum = _Sum(), _Sum()
+        weight_sum: Tensor | None = None
+        bias_sum: Tensor | None = None
         rows = _CachedRows(targets_N, weight_VH.shape[0], log_sums_N.dtype, ctx.temperature)
         # A pair of products for all kept places at once, and for the others some at a time.
         spans = [(0, len(kept_KV))] if len(kept_KV) else []
@@ -278,13 +279,16 @@ class _CachedLogprobs(torch.autograd.Function):
             if grad_hidden_NH is not None:
                 grad_hidden_NH[start:stop] = multiply_matrices(slopes_CV, weight_VH) * grad_N1[start:stop]
             if ctx.needs_input_grad[1]:
-                weight_sum.add_product(slopes_CV.T, scaled_NH[start:stop], wide=log_sums_N.dtype)
+                weight_sum = add_product(weight_sum, slopes_CV.T, scaled_NH[start:stop], wide=log_sums_N.dtype)
             if bias_V is not None and ctx.needs_input_grad[2]:
-                bias_sum.add_product(slopes_CV.T, grad_N1[start:stop].to(slopes_CV.dtype), wide=log_sums_N.dtype)
-        grad_weight_VH = weight_sum.read_sum(weight_VH) if ctx.needs_input_grad[1] else None
-        grad_bias_V = (
-            bias_sum.read_sum(bias_V[:, None])[:, 0] if bias_V is not None and ctx.needs_input_grad[2] else None
-        )
+                factors_C1 = grad_N1[start:stop].to(slopes_CV.dtype)
+                bias_sum = add_product(bias_sum, slopes_CV.T, factors_C1, wide=log_sums_N.dtype)
+        # ZeRO reduces a gradient of the output layer from every rank: from one without a policy token, zeros.
+        grad_weight_VH = grad_bias_V = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_VH = torch.zeros_like(weight_VH) if weight_sum is None else weight_sum.to(weight_VH.dtype)
+        if bias_V is not None and ctx.needs_input_grad[2]:
+            grad_bias_V = torch.zeros_like(bias_V) if bias_sum is None else bias_sum[:, 0].to(bias_V.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, *(None,) * 4
 
 
@@ -341,23 +345,10 @@ class _CachedRows:
         out_RV.copy_(p_RV)
 
 
-class _Sum:
+def add_product(total: Tensor | None, first: Tensor, second: Tensor, *, wide: torch.dtype) -> Tensor:
     """A sum of matrix products: a single product keeps its dtype, several are added in a wide one."""
-
-    def __init__(self) -> None:
-        self._total: Tensor | None = None
-
-    def add_product(self, first: Tensor, second: Tensor, *, wide: torch.dtype) -> None:
-        product = multiply_matrices(first, second)
-        self._total = product if self._total is None else self._total.to(wide).add_(product)
-
-    def read_sum(self, like: Tensor) -> Tensor:
-        """The sum, with the shape and dtype of `like`.
-
-        It is 0 without any product: ZeRO reduces a gradient of the output layer from every rank, even from one without
-        a policy token.
-        """
-        return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)
+    product = multiply_matrices(first, second)
+    return product if total is None else total.to(wide).add_(product)
 
 
 CACHED_ON: tuple[str, ...] = ("cpu",)

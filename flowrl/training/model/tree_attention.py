@@ -277,13 +277,9 @@ def batch_alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
         yield part
 
 
-def cascade_attention(q: Tensor, k: Tensor, v: Tensor, cascade: Cascade, scale: float) -> Tensor:
-    """Attention [1, L, heads, D] of queries [1, heads, L, D]; keys and values may have fewer heads."""
-    found: Tensor = _CascadeAttention.apply(q, k, v, cascade, scale)  # type: ignore[no-untyped-call]
-    return found
-
-
 class _CascadeAttention(torch.autograd.Function):
+    """Attention [1, L, heads, D] of queries [1, heads, L, D]; keys and values may have fewer heads."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cascade: Cascade, scale: float) -> Tensor:
         k_heads, rounded = k.shape[1], _factor_dtype(q)
@@ -487,7 +483,8 @@ class TreeAttention:
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention [1, L, heads, D] of queries [1, heads, L, D] over keys and values with as many heads or fewer."""
         if self.kernel == "cascade":
-            return cascade_attention(q, k, v, self.cascade, scale)
+            attended: Tensor = _CascadeAttention.apply(q, k, v, self.cascade, scale)  # type: ignore[no-untyped-call]
+            return attended
         if self.kernel == "flex":
             return flex_attention(q, k, v, self.block_mask, scale)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

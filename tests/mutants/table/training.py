@@ -601,8 +601,8 @@ MUTANTS = (
         name="ring_block_not_causal",
         fault="a ring's own block is computed without its causal mask",
         function="Ring.make_block",
-        before="return RingBlock(queries, keys, flash(self.scale, causal=step == 0))",
-        after="return RingBlock(queries, keys, flash(self.scale, causal=step == 1))",
+        before="return queries, keys, flash(self.scale, causal=step == 0)",
+        after="return queries, keys, flash(self.scale, causal=step == 1)",
         test="tests/training/test_training_ring.py::test_a_ring_gives_attention_and_gradients_of_all_positions",
     ),
     Mutant(
