@@ -49,11 +49,13 @@ def request_digest(context_ids: Array, token_ids: Array, logprobs: Array, versio
     """The digest of a request that sampled `token_ids` [N], `logprobs` [N] and `versions` [N] after `context_ids`."""
     ids = hashlib.blake2b(_integers(context_ids), digest_size=DIGEST_BYTES)
     ids.update(_integers(token_ids))
-    return _digest(ids, ((logprobs, FLOAT32), (versions, INT32)), (), len(context_ids))
+    return _digest(ids, ((logprobs, FLOAT32), (versions, INT32)), (), len(context_ids), 0, len(logprobs))
 
 
 def policy_spans(sample: Sample) -> list[PolicySpan]:
     """Every maximal run of `policy_mask` in each of the sample's sequences, in order. Hashes each token once."""
+    if sample.added_columns is None and not sample.branches:
+        return spans_of(sample)
     return [span for spans in spans_by_sequence(sample) for span in spans]
 
 
@@ -81,8 +83,7 @@ def spans_of(sequence: Sample | Branch, added: Sequence[tuple[bytes, ColumnValue
     for start, end in zip(starts, ends, strict=True):
         ids.update(_integers(token_ids[hashed:end]))
         hashed = end
-        own = [(values[start:end], number_type) for values, number_type in columns]
-        digest = _digest(ids.copy(), own, [(name, one.cut(start, end).flat) for name, one in added], start)
+        digest = _digest(ids.copy(), columns, added, start, start, end)
         spans.append(PolicySpan(start, end - start, digest))
     return spans
 
@@ -90,16 +91,22 @@ def spans_of(sequence: Sample | Branch, added: Sequence[tuple[bytes, ColumnValue
 def _digest(
     ids: hashlib.blake2b,
     columns: Sequence[tuple[Array, np.dtype[Any]]],
-    added: Sequence[tuple[bytes, Array]],
+    added: Sequence[tuple[bytes, ColumnValues]],
     num_context: int,
+    start: int,
+    end: int,
 ) -> str:
-    """The digest from the state after all ids; changes that state."""
+    """The digest of the tokens from `start` to `end`, from the state after all ids; changes that state."""
     for values, number_type in columns:
-        ids.update(_as_bytes(values, number_type))
-    for name, values in added:
+        if number_type is FLOAT32:
+            ids.update(np.ascontiguousarray(values[start:end], FLOAT32).data)
+        else:
+            ids.update(_integers(values[start:end]))
+    for name, one in added:
+        values = one.cut(start, end).flat
         ids.update(name)
         ids.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
-    ids.update(SIZES.pack(num_context, len(columns[0][0])))
+    ids.update(SIZES.pack(num_context, end - start))
     return ids.hexdigest()
 
 
@@ -109,11 +116,6 @@ def _runs(mask: Array) -> tuple[list[int], list[int]]:
     padded[1:-1] = mask
     edges = np.flatnonzero(np.diff(padded)).tolist()
     return edges[::2], edges[1::2]
-
-
-def _as_bytes(array: Array, number_type: np.dtype[Any]) -> memoryview:
-    """The bytes of the array as numbers of this type."""
-    return np.ascontiguousarray(array, FLOAT32).data if number_type is FLOAT32 else _integers(array)
 
 
 def _integers(array: Array) -> memoryview:

@@ -175,27 +175,31 @@ def freeze_value(value: Any, depth: int, nested: int = 0) -> None:
     dicts since the last of these.
     """
     kind = kind_of(value)
-    if kind == ARRAY:
+    if kind == DICT:
+        check_keys(value)
+        items, nested = value.values(), nested + 1
+    elif kind == TUPLE:
+        items, nested = value, nested + 1
+    elif kind == ARRAY:
         dtype_code(value)
         value.setflags(False)
         return
-    if kind == MESSAGE:
+    elif kind == MESSAGE:
         check_depth(depth + 1)
         schema_of(type(value)).freeze(value, depth + 1)
         return
-    if kind < TUPLE:
+    elif kind in (LIST, PROXY):
+        depth, nested = depth + 1, 0
+        check_depth(depth)
+        items = value
+        if kind == PROXY:
+            check_keys(value)
+            items = value.values()
+    else:
         if kind not in (FREE, NUMBER) and (problem := scalar_problem(value)):
             raise WireError(problem)
         return
-    if kind in (LIST, PROXY):
-        depth, nested = depth + 1, 0
-        check_depth(depth)
-    else:
-        nested += 1
-    items = value
-    if kind in (DICT, PROXY):
-        check_keys(value)
-        items = value.values()
+
     check_nested(nested)
     for item in items:
         cls = type(item)
