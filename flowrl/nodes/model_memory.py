@@ -1,10 +1,15 @@
-"""Footprints of the nodes that have a model: sizes from config.json, formulas from docs/memory.md."""
+"""The memory of nodes that have a model: their footprints, and how a trainer's state leaves a GPU that is shared.
+
+Footprints have sizes from config.json and formulas from docs/memory.md.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Any
 
-from flowrl.graph.node import Footprint, MemoryTerm, Share, Stay
+from flowrl.graph.node import Footprint, MemoryTerm, Node, Share, Stay
 from flowrl.graph.routes import WeightTransport, readers_dtype
 from flowrl.models import Policy
 from flowrl.models.model_layout import known_shape
@@ -178,3 +183,45 @@ def stored_bytes(shape: ModelShape, engine: Engine) -> int:
     matrices = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linear_shapes)
     scales = shape.layers * sum(outputs for _, outputs in shape.linear_shapes)
     return matrices + 4 * scales + (shape.num_parameters - matrices) * element
+
+
+class ResidentNode(Node):
+    """A node that loads its state to its GPU in `setup`: weights, gradients, optimizer state. If it shares the GPU
+    (`g.time_share`), the state is moved away while another node uses the GPU.
+
+    Each rank of a gang moves its own state; nothing of the move is collective.
+    """
+
+    _residence: Any = None
+    """A Residence. The annotation is Any because ports are found by evaluating annotations, and the module of Residence
+    imports torch."""
+
+    def find_resident(self) -> object:
+        """The object that leads to all tensors on the GPU; made by `setup`."""
+        raise NotImplementedError
+
+    async def on_acquire(self) -> None:
+        if self._residence is not None:
+            began = time.perf_counter()
+            await self.blocking(self._residence.come_back)
+            self.context.gauge("device_return_s", time.perf_counter() - began)
+
+    async def on_release(self) -> None:
+        if self.context.gpus:
+            began = time.perf_counter()
+            moved = await self.blocking(self._move_away)
+            self.context.gauge("device_leave_s", time.perf_counter() - began)
+            self.context.gauge("device_leave_bytes", moved)
+
+    def _move_away(self) -> int:
+        if self._residence is None:
+            import torch
+
+            from flowrl.training.engine.residence import Residence
+
+            self._residence = Residence(self.find_resident(), torch.device("cuda", 0))
+        return int(self._residence.move_away())
+
+    async def close(self) -> None:
+        if self._residence is not None and not self._residence.is_away:
+            self._residence.free_memory()

@@ -18,31 +18,27 @@ collectives (the supervisor handles a dead rank), and for a checkpoint at the en
 
 from __future__ import annotations
 
-import copy
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-import numpy as np
-
 from flowrl.errors import ConfigError
-from flowrl.graph.node import Facts, Footprint, Node, Saved, Share
+from flowrl.graph.node import Facts, Footprint, Saved, Share
 from flowrl.graph.ports import In, Out
 from flowrl.graph.routes import readers_dtype
 from flowrl.machine.disk import told_if_full
-from flowrl.messages import Batch, Bool, Weights
+from flowrl.messages import Batch, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.model_files import stored_dtype
 from flowrl.models.model_layout import balance_problems, layout_note, shared_notes, shared_problems, trainer_layout
-from flowrl.nodes.model_memory import trainer_footprint
+from flowrl.nodes.batch_records import BatchRecord, HeldOutFigures
+from flowrl.nodes.model_memory import ResidentNode, trainer_footprint
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch_stats import BatchStats
 from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems, setting_problems
 from flowrl.training.layouts import Decision, explain_refused_tree
-from flowrl.training.loss.objective import Objective, loss_masks, trained_mask
+from flowrl.training.loss.objective import Objective, loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.token_objectives import ReverseKL
 from flowrl.training.model.trainable import check_trainable
@@ -55,113 +51,6 @@ if TYPE_CHECKING:
     from flowrl.weights.publish import Publisher
 
 ROOM = "make room, or keep fewer with --keep; --resume goes on from the last checkpoint that is whole"
-
-
-class ResidentNode(Node):
-    """A node that loads its state to its GPU in `setup`: weights, gradients, optimizer state. If it shares the GPU
-    (`g.time_share`), the state is moved away while another node uses the GPU.
-
-    Each rank of a gang moves its own state; nothing of the move is collective.
-    """
-
-    _residence: Any = None
-    """A Residence. The annotation is Any because ports are found by evaluating annotations, and the module of Residence
-    imports torch."""
-
-    def find_resident(self) -> object:
-        """The object that leads to all tensors on the GPU; made by `setup`."""
-        raise NotImplementedError
-
-    async def on_acquire(self) -> None:
-        if self._residence is not None:
-            began = time.perf_counter()
-            await self.blocking(self._residence.come_back)
-            self.context.gauge("device_return_s", time.perf_counter() - began)
-
-    async def on_release(self) -> None:
-        if self.context.gpus:
-            began = time.perf_counter()
-            moved = await self.blocking(self._move_away)
-            self.context.gauge("device_leave_s", time.perf_counter() - began)
-            self.context.gauge("device_leave_bytes", moved)
-
-    def _move_away(self) -> int:
-        if self._residence is None:
-            import torch
-
-            from flowrl.training.engine.residence import Residence
-
-            self._residence = Residence(self.find_resident(), torch.device("cuda", 0))
-        return int(self._residence.move_away())
-
-    async def close(self) -> None:
-        if self._residence is not None and not self._residence.is_away:
-            self._residence.free_memory()
-
-
-BatchJudge = Callable[[Batch], Mapping[str, Any]]
-"""The objective's stats on a batch with the current weights; collective, no gradient."""
-
-
-class HeldOutFigures:
-    """One rank's figures on the held-out batches, measured once for each version and reported once in the records.
-
-    All ranks ask at the same points of the run, because measuring is collective.
-    """
-
-    def __init__(self) -> None:
-        self._batches: list[Batch] = []
-        self._version = -1
-        self._figures: dict[str, Any] = {}
-        self._reported = -1
-        """The newest version whose figures are in the records."""
-
-    async def collect_batches(self, port: In[Batch]) -> None:
-        """Store the held-out batches. Returns when their sender has closed, immediately if there is no sender."""
-        if port.live is not None:
-            async for batch in port:
-                self._batches.append(copy.deepcopy(batch))  # its arrays are only valid until `finish`
-                port.finish(batch)
-
-    def measure_figures(self, version: int, judge: BatchJudge, prefix: str = "held_out") -> dict[str, Any]:
-        """The figures of the current weights, which are those of `version`."""
-        if self._version != version:
-            self._figures = {name: value for batch in self._batches for name, value in judge(batch).items()}
-            self._version = version
-        return {f"{prefix}/{name}": value for name, value in self._figures.items()}
-
-    def report_figures(self, version: int, judge: BatchJudge) -> dict[str, Any]:
-        """As `measure`, for the records."""
-        self._reported = version
-        return self.measure_figures(version, judge)
-
-    def lacks_report(self, version: int) -> bool:
-        """Whether the records have no figures of `version` yet, although there is something to measure."""
-        return bool(self._batches) and version > 0 and self._reported != version
-
-
-@dataclass
-class BatchRecord:
-    """Statistics and uses of one rank's samples of a batch so far."""
-
-    stats: list[BatchStats] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
-    num_groups: int = 0
-    """Number of groups in the whole batch, not in this rank's part."""
-
-    def add_part(self, part: Batch, masks: Sequence[Bool], version: int, *, too_few: bool) -> None:
-        """Add this rank's part of a piece; `masks` are the tokens that entered the loss in `version`'s update.
-
-        With `too_few` samples for a loss none did, and those of `masks` count as masked.
-        """
-        if too_few:
-            kept_out = zip(part.samples, masks, strict=True)
-            samples = tuple(replace(one, loss_mask=trained_mask(one) & ~mask) for one, mask in kept_out)
-            part = replace(part, samples=samples)
-            masks = [np.zeros_like(mask) for mask in masks]
-        self.stats.append(BatchStats.collect_stats(part.samples, masks, version))
-        self.uses += [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)]
-        self.num_groups += part.num_groups
 
 
 def explain_whole_batches(objective: object, zero: ZeroSettings, *, epochs: int, balance: float = 0.0) -> str:

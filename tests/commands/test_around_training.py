@@ -22,8 +22,8 @@ from flowrl.graph.load import load_file
 from flowrl.models import Chat, Policy, TokenizerOptions
 from flowrl.models.model_files import context_length
 from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter
-from flowrl.nodes.scoring import reward_functions
-from flowrl.nodes.scoring.reward_functions import Comparisons
+from flowrl.nodes.scoring import reward
+from flowrl.nodes.scoring.reward import Comparisons
 from flowrl.nodes.writers import Written
 from flowrl.options import PolicyOptions
 from flowrl.runtime.driver.driver import Outcome
@@ -144,7 +144,7 @@ def test_no_row_on_disk_is_read_to_find_those_that_are_left(
 
     monkeypatch.setattr(Comparisons, "_try_comparison", no_trial)
     monkeypatch.setattr(IndexedRows, "__getitem__", lambda rows, index: read.append(index) or rows.read_row(index))
-    monkeypatch.setattr(reward_functions, "check_reward", lambda parts, rows: ())
+    monkeypatch.setattr(reward, "check_reward", lambda parts, rows: ())
     Comparisons("rules.py:longer", on_disk).preflight()
     assert read == [0], "one row to try the reward on"
 

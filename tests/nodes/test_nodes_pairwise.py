@@ -12,7 +12,7 @@ import pytest
 from flowrl.cli import main
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.nodes import PairMaker, Reward
-from flowrl.nodes.scoring.reward_functions import FAILURES_IN_A_ROW
+from flowrl.nodes.scoring.reward import FAILURES_IN_A_ROW
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import NodeRecord, NodeRig, run_node, scored
 from tests.tasks.test_rewards_http import Server, served

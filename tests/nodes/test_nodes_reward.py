@@ -10,7 +10,7 @@ import pytest
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Sample
 from flowrl.nodes import Overlong, Reward, Shaping
-from flowrl.nodes.scoring.reward_functions import FAILURES_IN_A_ROW
+from flowrl.nodes.scoring.reward import FAILURES_IN_A_ROW
 from flowrl.tasks import Task
 from flowrl.testing import NodeRecord, run_node, sample
 

@@ -18,7 +18,7 @@ from flowrl.messages import Int32, Sample
 from flowrl.models import Chat, Policy
 from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import Evaluation, RewardModel, Shaping
-from flowrl.nodes.scoring.reward_functions import FAILURES_IN_A_ROW
+from flowrl.nodes.scoring.reward import FAILURES_IN_A_ROW
 from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion, renders_alike, score_question
 from flowrl.nodes.scoring.reward_service import AskModel
 from flowrl.nodes.sources.preferences import Preferences, Renderer

@@ -13,8 +13,8 @@ import torch
 
 from flowrl.models import Policy
 from flowrl.nodes import Critic, Reference, RewardModel, Teacher, Trainer
+from flowrl.nodes.model_memory import ResidentNode
 from flowrl.nodes.scoring.scoring_model import ScoringNode
-from flowrl.nodes.trainer import ResidentNode
 from flowrl.tasks import Task
 from flowrl.training.engine import residence
 from flowrl.training.engine.residence import Residence

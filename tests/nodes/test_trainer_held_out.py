@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.messages import Batch
-from flowrl.nodes.trainer import HeldOutFigures
+from flowrl.nodes.batch_records import HeldOutFigures
 from flowrl.runtime.telemetry.metrics import EVALUATIONS, Metrics, read
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.testing import NodeRecord, NodeRig

@@ -18,7 +18,7 @@ from flowrl.graph.ports import Members, Out
 from flowrl.messages import Group, Scored, Trainable
 from flowrl.nodes.curriculum import report_outcome
 from flowrl.nodes.groups.group_filter import DynamicSampling, FilteringNode
-from flowrl.nodes.scoring.reward_functions import COMPARED_S, Comparisons, FailingRewards
+from flowrl.nodes.scoring.reward import COMPARED_S, Comparisons, FailingRewards
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks import Task
 from flowrl.tasks.reward_calls.http import AWAY_S

@@ -28,7 +28,7 @@ from flowrl.models import Policy, check_model, resolve, tokenizer_of
 from flowrl.models.tokens.chat import Unrendered
 from flowrl.models.tokens.text_tokens import separator_of, split_steps, step_tokens
 from flowrl.models.tokens.tool_form import uses_tools
-from flowrl.nodes.scoring.reward_functions import FailingRewards, RewardFunctions
+from flowrl.nodes.scoring.reward import FailingRewards, RewardFunctions
 from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass
 from flowrl.nodes.scoring.shaping import Shaping, add_reward
 from flowrl.tasks import KnownRows, Row, Task, parts_of
