@@ -283,11 +283,11 @@ class RateBuckets:
     def learnability(self, bucket: int) -> float:
         """p·(1 − p) of the pass rate; 0 while all rows of the bucket wait."""
         rate = self.pass_rate(bucket)
-        return rate * (1 - rate) if self._waiting[bucket] < self._size(bucket) else 0.0
+        return rate * (1 - rate) if self._waiting[bucket] < self._bucket_size(bucket) else 0.0
 
     def next_row(self, bucket: int) -> int:
         """The row to ask next. At least one row of the bucket must not be waiting."""
-        start, size = self._starts[bucket], self._size(bucket)
+        start, size = self._starts[bucket], self._bucket_size(bucket)
         while self._begun[bucket] < size and self._visits(self._rows[start + self._begun[bucket]]):
             self._begun[bucket] += 1
         if self._begun[bucket] < size:
@@ -300,7 +300,7 @@ class RateBuckets:
         """Note whether the outcome of the row is expected now (1), has arrived (−1), or is not expected (0)."""
         bucket = self.of_row[row]
         self._waiting[bucket] += change
-        if change < 1 and self._size(bucket) > 1:  # it may be asked again
+        if change < 1 and self._bucket_size(bucket) > 1:  # it may be asked again
             self._again.setdefault(bucket, RisingQueue(self._visits_if_answered)).put_number(row)
 
     def count_samples(self, row: int, passed: int, samples: int) -> None:
@@ -320,7 +320,7 @@ class RateBuckets:
         for bucket, name in enumerate(self.names):
             self._passed[bucket], self._samples[bucket] = map(float, sums.get(name, (0.0, 0.0)))
 
-    def _size(self, bucket: int) -> int:
+    def _bucket_size(self, bucket: int) -> int:
         return self._starts[bucket + 1] - self._starts[bucket]
 
     def _visits_if_answered(self, row: int) -> Key | None:

@@ -48,7 +48,7 @@ class ProgressCount:
         """Time of the last report, or of the first count: a node may wait long for its first item."""
         self._has_reported = False
         if there:
-            self._report(f"{self._counted} are there already")
+            self._say_number(f"{self._counted} are there already")
 
     def count_items(self, number: int = 1, note: str = "") -> None:
         """Count `number` more items; `note` follows the numbers in a report."""
@@ -58,20 +58,20 @@ class ProgressCount:
         elapsed_s = self._now() - self._reported_s
         if elapsed_s >= REPORT_EVERY_S:
             rate = (self._number - self._reported_number) / elapsed_s
-            self._report(
+            self._say_number(
                 f"{self._counted} ({rate:,.0f}/s){note}" if rate >= 10 else f"{self._counted} ({rate:.2g}/s){note}"
             )
 
     def report_end(self, note: str = "", *, always: bool = False) -> None:
         """All items are counted. Reports if `always`, or if there was a report and items have been added since."""
         if always or (self._has_reported and self._number > self._reported_number):
-            self._report(f"{self._counted}{note}")
+            self._say_number(f"{self._counted}{note}")
 
     @property
     def _counted(self) -> str:
         return f"{self._number:,}{'' if self._total is None else f' of {self._total:,}'} {self._what}"
 
-    def _report(self, text: str) -> None:
+    def _say_number(self, text: str) -> None:
         self._say(text)
         self._has_reported, self._reported_number = True, self._number
         self._reported_s = None if self._reported_s is None else self._now()

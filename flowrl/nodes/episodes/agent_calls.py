@@ -208,7 +208,7 @@ class AgentCallTable:
             request_id=reply.request_id,
         )
 
-    def withdraw(self, session_id: str) -> None:
+    def withdraw_session(self, session_id: str) -> None:
         """Forget a session that is not open."""
         self._calls.pop(session_id, None)
 

@@ -305,7 +305,7 @@ class AgentProgram(EpisodeNode):
             if self._endpoint.has_session(task.session_id):
                 self._endpoint.end_session(task.session_id)
             else:
-                self._table.withdraw(task.session_id)
+                self._table.withdraw_session(task.session_id)
             raise
         log.note_first([Observation()], None)
         return BegunAgent(task.session_id)

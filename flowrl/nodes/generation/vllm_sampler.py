@@ -117,7 +117,7 @@ class VllmSampler:
             self._processes.listen()
             self._engine._run_output_handler()
             # The first call creates vLLM's sockets and their reader on this loop.
-            await self._answered(self._engine.is_sleeping())
+            await self._await_answer(self._engine.is_sleeping())
 
     @asynccontextmanager
     async def required(self) -> AsyncIterator[None]:
@@ -130,7 +130,7 @@ class VllmSampler:
         except EngineDeadError:
             raise engine_died() from None
 
-    async def _answered(self, call: Awaitable[T]) -> T:
+    async def _await_answer(self, call: Awaitable[T]) -> T:
         async with self.required():
             return await call
 
@@ -263,39 +263,41 @@ class VllmSampler:
         Calls the engine core directly: `AsyncLLM.pause_generation` sleeps another 20 ms for an output order
         that nothing here relies on.
         """
-        await self._answered(self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+        await self._await_answer(self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
         await self.wake_cache()
-        await self._answered(self._engine.resume_generation())
+        await self._await_answer(self._engine.resume_generation())
 
     async def label_tokens(self, version: int) -> None:
         """Label tokens sampled from now on with `version`. Only while paused."""
-        await self._answered(self._engine.update_weight_version(str(version)))
+        await self._await_answer(self._engine.update_weight_version(str(version)))
         self._version = version
 
     async def join_transfer(self, init_info: Mapping[str, Any]) -> None:
         """Set up vLLM's transfer engine; for NCCL this returns when the whole group has joined."""
         arguments = {"init_info": dict(init_info)}
-        await self._answered(self._engine.collective_rpc("init_weight_transfer_engine", kwargs=arguments))
+        await self._await_answer(self._engine.collective_rpc("init_weight_transfer_engine", kwargs=arguments))
 
     async def wait_for_room(self) -> None:
         """Wait until one more version fits; returns immediately for whole weights. Not while paused."""
         if self._adapters is not None:
-            await self._answered(self._adapters.wait_for_room())
+            await self._await_answer(self._adapters.wait_for_room())
 
     async def load_version(self, update: Mapping[str, Any], manifest: Weights) -> float:
         """Load one version into the model in every worker; return the slowest worker's seconds. Only while paused."""
         if self._adapters is not None:
-            return await self._answered(self._adapters.load_adapter(update, manifest.adapter, manifest.base_version))
+            return await self._await_answer(
+                self._adapters.load_adapter(update, manifest.adapter, manifest.base_version)
+            )
         applied: Awaitable[list[float]] = self._engine.collective_rpc("apply_weights", args=(dict(update),))
-        seconds = await self._answered(applied)
+        seconds = await self._await_answer(applied)
         return max(seconds)
 
     async def sleep(self) -> None:
         """Free the GPU for another process: move weights to host memory, drop the KV. Only if no request is running."""
         await self.wake_cache()  # otherwise vLLM would release memory again that it has released already
-        await self._answered(self._engine.sleep(level=1))
+        await self._await_answer(self._engine.sleep(level=1))
 
     async def wake(self) -> None:
         """Bring the weights back; the KV cache follows with `resume` or the first request.
@@ -303,7 +305,7 @@ class VllmSampler:
         So an update can use the cache's memory, and an update comes first if both an update and requests wait.
         """
         self._cache_sleeps = True
-        await self._answered(self._engine.wake_up(["weights"]))
+        await self._await_answer(self._engine.wake_up(["weights"]))
 
     async def wake_cache(self) -> None:
         """Bring the KV cache back, if it sleeps. Cancelling this call does not interrupt that."""
@@ -313,7 +315,7 @@ class VllmSampler:
 
     async def _wake_cache(self) -> None:
         try:
-            await self._answered(self._engine.wake_up(["kv_cache"]))
+            await self._await_answer(self._engine.wake_up(["kv_cache"]))
             self._cache_sleeps = False
         finally:
             self._waking = None

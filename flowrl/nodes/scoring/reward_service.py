@@ -139,7 +139,7 @@ class WeighedAnswers:
 
 def serve_until_interrupted(what: str, options: ServeOptions) -> None:
     """Serve until interrupted. Raises ConfigError if the model or function does not load, or the port is in use."""
-    asyncio.run(_listen(RewardServer(what, open_scorer(what, options)), options))
+    asyncio.run(_serve_requests(RewardServer(what, open_scorer(what, options)), options))
 
 
 def open_scorer(what: str, options: ServeOptions) -> RewardClient:
@@ -172,7 +172,7 @@ def open_scorer(what: str, options: ServeOptions) -> RewardClient:
     return WeighedAnswers(what, client, options.head_weights) if options.weights else client
 
 
-async def _listen(server: RewardServer, options: ServeOptions) -> None:
+async def _serve_requests(server: RewardServer, options: ServeOptions) -> None:
     from aiohttp import web
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -33,8 +33,8 @@ MUTANTS = (
         name="cache_wakes_with_the_weights",
         fault="the KV cache wakes with the weights, before an update has had its room",
         function="VllmSampler.wake",
-        before='await self._answered(self._engine.wake_up(["weights"]))',
-        after='await self._answered(self._engine.wake_up(["weights", "kv_cache"]))',
+        before='await self._await_answer(self._engine.wake_up(["weights"]))',
+        after='await self._await_answer(self._engine.wake_up(["weights", "kv_cache"]))',
         test="tests/nodes/generation/test_vllm_sleep.py::test_an_update_is_applied_before_the_cache_takes_its_room",
     ),
     Mutant(
