@@ -112,12 +112,13 @@ def _check_weights(file: Path) -> None:
 
 
 def context_length(path: str | Path) -> int:
-    """The most tokens that fit into the model's context, by its config. Raises ConfigError if the config has no
-    number."""
-    config = read_json(Path(path) / "config.json")
+    """The most tokens that fit into the context of the model in a directory, or of a config.json. Raises ConfigError if
+    the config has no number."""
+    file = Path(path) if Path(path).suffix == ".json" else Path(path) / "config.json"
+    config = read_json(file)
     found = config.get("text_config", config).get("max_position_embeddings")
     if not isinstance(found, int):
-        raise ConfigError(f"{path}/config.json has no max_position_embeddings; set limits.tokens, or add it there")
+        raise ConfigError(f"{file} has no max_position_embeddings; set limits.tokens, or add it there")
     return found
 
 
@@ -167,6 +168,15 @@ def known_directory(policy: Policy) -> Path | None:
     if policy.path.is_dir():
         return policy.path
     return cached_snapshot(policy.hub_name) if policy.hub_name is not None else None
+
+
+def known_config_file(policy: Policy) -> Path | None:
+    """The config.json of a model that is on this machine, or that the policy names instead of a model, which is enough
+    for `flowrl check`; None if there is none."""
+    if policy.path.suffix == ".json" and policy.path.is_file():
+        return policy.path
+    directory = known_directory(policy)
+    return None if directory is None or not (directory / "config.json").is_file() else directory / "config.json"
 
 
 def found_directory(policy: Policy, progress: Progress) -> Path:

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flowrl.machine.disk import user_path
-from flowrl.models.model_files import examine_json, known_directory
+from flowrl.models.model_files import examine_json, known_config_file
 from flowrl.models.policy import CHARACTER_MODELS, Policy
 from flowrl.training.layouts import RULE, Decision, decide_layout, decide_trainer, sequence_problems, tensor_problems
 from flowrl.training.memory import ModelShape, read_shape
@@ -28,10 +27,8 @@ def known_shape(policy: Policy) -> ModelShape | None:
         return CHARACTER_SHAPE
     if policy.model == "smollm2":
         return SMOLLM2_SHAPE
-    if policy.model.endswith(".json"):
-        return read_shape(user_path(policy.model))
-    directory = known_directory(policy)
-    return read_shape(directory) if directory is not None else None
+    file = known_config_file(policy)
+    return None if file is None else read_shape(file if file == policy.path else file.parent)
 
 
 def trainer_layout(policy: Policy, zero: ZeroSettings, kind: SequenceKind) -> Decision:
@@ -97,10 +94,10 @@ def known_config(policy: Policy) -> Mapping[str, Any] | None:
     read."""
     if policy.built_in:
         return {}
-    directory = known_directory(policy)
-    if directory is None:
+    file = known_config_file(policy)
+    if file is None:
         return None
-    config, defect = examine_json(directory / "config.json")
+    config, defect = examine_json(file)
     return None if defect else config
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl.errors import ConfigError
-from flowrl.models.model_files import context_length, known_directory, weight_files
+from flowrl.models.model_files import context_length, known_config_file, known_directory, weight_files
+from flowrl.models.model_layout import known_shape
 from flowrl.models.policy import SMOLLM2_CONTEXT, Policy
 
 NAMED = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z])")
@@ -60,6 +61,8 @@ def model_size(policy: Policy) -> ModelSize:
                 return ModelSize(found)
         except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             pass  # the check of the model reports what is wrong with it
+    if (shape := known_shape(policy)) is not None:
+        return ModelSize(shape.parameters, "by its config.json")
     named = NAMED.findall(policy.model.rpartition("/")[2])
     if not named:
         return ModelSize(None)
@@ -71,9 +74,9 @@ def model_context(policy: Policy) -> int | None:
     """The most tokens that fit into the model's context; None if that is not known."""
     if policy.model == "smollm2":
         return SMOLLM2_CONTEXT
-    directory = known_directory(policy)
+    file = known_config_file(policy)
     try:
-        return None if directory is None else context_length(directory)
+        return None if file is None else context_length(file)
     except (ConfigError, OSError):
         return None
 

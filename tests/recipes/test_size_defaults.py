@@ -360,3 +360,28 @@ def test_the_documented_table_is_the_one_that_is_used() -> None:
     assert numbers == [
         [row.samples, row.rows, row.preferences, row.rewards, row.response, row.prompt, row.groups] for row in TABLE
     ]
+
+
+QWEN2_HALF_BILLION = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 24,
+    "vocab_size": 151936,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("named", ["model", "model/config.json"])
+def test_a_config_alone_gives_size_context_and_layout(tmp_path: Path, named: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN2_HALF_BILLION))
+    found = checked("grpo", "--policy", tmp_path / named, "--cluster", "1 x 8 x H100")
+    why = "default for 494 million parameters (by its config.json)"
+    assert origin(found, "lr") == (5e-6, why) and origin(found, "groups_per_step") == (32, why)
+    assert origin(found, "max_tokens")[0] + origin(found, "max_prompt_tokens")[0] <= 1024, "they fit into the context"
+    notes = " ".join(note for node in found.graph.nodes.values() for note in node.notes())
+    assert "cannot be read" not in notes

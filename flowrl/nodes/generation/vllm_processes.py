@@ -72,6 +72,8 @@ def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, eager: bool = T
 
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM's second model runner imports it, but requests with a seed or with processed logprobs never use it.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if on_gpu:
         return

@@ -25,8 +25,12 @@ HOST_VARIABLE = "FLOWRL_HOST"
 """Name of the process, such as generator/0. Ray gives all processes the same title; tools read this."""
 MEETING_VARIABLE = "FLOWRL_MEETING_S"
 """Environment variable with the seconds in which the ranks of a gang have to meet."""
-FORWARDED = ("NCCL_", "VLLM_", "HF_", "CUDA_", "FLOWRL_PLAIN_")
-"""Prefixes of the environment variables that every process gets; the plan decides about CUDA_VISIBLE_DEVICES."""
+FORWARDED = (
+    *("NCCL_", "FI_", "UCX_", "VLLM_", "HF_", "CUDA_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
+    *("FLOWRL_PLAIN_", "LD_LIBRARY_PATH"),
+)
+"""Beginnings of the names of environment variables that every process gets, also on another machine; the plan decides
+about CUDA_VISIBLE_DEVICES."""
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 """Environment variables that make gloo, NCCL and vLLM listen on this machine only."""
 MALLOC_VARIABLE = "GLIBC_TUNABLES"

@@ -20,6 +20,7 @@ from flowrl.nodes.generation.vllm_processes import (
     EngineDied,
     EngineProcesses,
     error_in,
+    prepare_environment,
     reported_start,
 )
 from flowrl.testing import NodeRig
@@ -257,3 +258,12 @@ def test_the_message_of_a_failed_start_has_the_engines_error(tmp_path: Path) -> 
         f"vLLM's engine process ended before it was ready; the last lines of {tmp_path / 'log'} say why "
         "(torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "0"), ("1", "1")])
+def test_a_sampler_that_no_request_uses_is_not_imported(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if given is None else {"VLLM_USE_FLASHINFER_SAMPLER": given})
+    prepare_environment(cores=(), on_gpu=True)
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == found

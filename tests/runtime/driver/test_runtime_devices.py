@@ -135,6 +135,8 @@ def test_hosts_of_a_real_ray_see_the_gpus_of_their_plan(tmp_path: Path) -> None:
 
 def test_settings_of_libraries_reach_every_process_on_other_machines_too(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"NCCL_DEBUG": "INFO", "VLLM_USE_V1": "1", "HF_HOME": "/models", "CUDA_LAUNCH_BLOCKING": "1"}
+    given |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    given |= {"FI_PROVIDER": "efa", "UCX_TLS": "rc", "TRITON_CACHE_DIR": "/cache", "LD_LIBRARY_PATH": "/opt/lib"}
     given[products.PLAIN] = "1"
     for name, text in given.items():
         monkeypatch.setenv(name, text)
