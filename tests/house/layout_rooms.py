@@ -77,7 +77,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "token_store": set(),
         "model_files": {"policy"},
         "model_layout": {"model_files", "policy"},
-        "model_size": {"model_files", "policy"},
+        "model_size": {"model_files", "model_layout", "policy"},
         "tokens": {"model_files", "policy"},
         "built_in_models": {"policy", "tokens"},
         "references": {"token_store"},

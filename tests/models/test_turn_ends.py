@@ -108,8 +108,7 @@ def test_what_ends_its_turns_is_not_spoken_of(tmp_path: Path) -> None:
 
 
 def test_the_nodes_that_train_or_sample_say_it_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("demonstrations", "preferences"):
-        monkeypatch.setattr(f"flowrl.nodes.sources.{module}.check_model", lambda policy: None)  # it has no weights
+    monkeypatch.setattr("flowrl.nodes.sources.given_rows.check_model", lambda policy: None)  # it has no weights
     monkeypatch.setattr("flowrl.nodes.generation.generator.stored_problems", lambda *given: [])
     row = {"prompt": "q", "answer": "a", "chosen": "a", "rejected": "b"}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"prompt": f"q{n}"}) + "\n" for n in range(20)))
