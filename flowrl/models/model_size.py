@@ -62,7 +62,7 @@ def model_size(policy: Policy) -> ModelSize:
         except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             pass  # the check of the model reports what is wrong with it
     if (shape := known_shape(policy)) is not None:
-        return ModelSize(shape.parameters, "by its config.json")
+        return ModelSize(shape.num_parameters, "by its config.json")
     named = NAMED.findall(policy.model.rpartition("/")[2])
     if not named:
         return ModelSize(None)
