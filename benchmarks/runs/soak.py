@@ -9,7 +9,7 @@ The run saves checkpoints, evaluates, keeps samples and traces as a user's would
 the command is looked at. A process is known by what it is: the command itself, Ray's daemons, vLLM, and the processes
 of nodes, which are told apart by whether they started vLLM or loaded torch. The growth of a figure is the slope of a
 line fitted to what came after `--warm-minutes`, when allocators and caches have filled; "off the line" is the largest
-distance of a look from that line, so that a slope can be told from noise.
+distance of a look from that line: a figure that has risen by less is not extrapolated.
 
 The status is 1 if the run failed, if its audit did, or if a number of descriptors, threads or processes grows
 by more than 2 and more than its distance from the line.
@@ -237,7 +237,9 @@ def table(home: Path, warm_minutes: float) -> tuple[str, bool]:
             continue
         unit, scale = ("MiB", MIB) if figure in ("memory_bytes", "disk") else ("", 1)
         shown = [growth.first, growth.last, growth.per_step * 1000, growth.off_line]
-        week = growth.last + max(0.0, growth.per_step) * per_week
+        # What the line has risen by is no growth if looks were as far off it.
+        grows = growth.per_step * steps > growth.off_line
+        week = growth.last + growth.per_step * per_week * grows
         cells = [f"{value / scale:,.2f} {unit}".strip() for value in (*shown, week)]
         lines.append(f"| {figure.removesuffix('_bytes')} | {name} | {' | '.join(cells)} |")
     # Counts are small and whole: a line through one that was opened and closed once has a slope, too.
