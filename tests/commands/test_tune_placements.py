@@ -39,9 +39,9 @@ def test_two_cores() -> None:
     assert words(placements(tuned("grpo", TWO))) == [
         "generator 1 x 1 core, trainer 1 x 1 core, staleness 1",
         "generator 1 x 2 cores, trainer 1 x 2 cores, in turns, staleness 0",
-        "generator 1 x 1 core, trainer 1 x 1 core, staleness 0",
         "generator 1 x 1 core, trainer 1 x 2 cores, shared cores, staleness 0",
         "generator 1 x 1 core, trainer 1 x 2 cores, shared cores, staleness 1",
+        "generator 1 x 1 core, trainer 1 x 1 core, staleness 0",
         "generator 1 x 2 cores, trainer 2 x 1 core, in turns, staleness 0",
         "generator 2 x 1 core, trainer 1 x 2 cores, in turns, staleness 0",
         "generator 2 x 1 core, trainer 2 x 1 core, in turns, staleness 0",
@@ -53,7 +53,7 @@ def test_the_default_is_first_and_has_no_options() -> None:
     assert default.is_default and default.options == {} and default.text == "as it is"
     assert not any(placement.is_default for placement in others)
     assert others[0].text == "--staleness 0", "a synchronous step has all cores in both halves by itself"
-    assert others[1].text == "--generator.cpus 1 --trainer.cpus 1 --staleness 0"
+    assert others[3].text == "--generator.cpus 1 --trainer.cpus 1 --staleness 0"
 
 
 @pytest.mark.parametrize("graph", ["grpo", "ppo", "dpo", "sft", "agent_tools"])
