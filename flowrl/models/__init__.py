@@ -272,8 +272,10 @@ def with_special_tokens(tokenizer: Any, options: TokenizerOptions, *, rows: int 
     `rows` is how many tokens the embeddings of `model` have room for; None if that is not known.
     """
     known, of = tokenizer.get_vocab(), options.name or model
-    for option, named in options.named_tokens:
-        if named in known or named in options.special:
+    needed = [("eos", token) for token in options.eos]
+    needed += [("pad", options.pad), ("bos", "" if options.bos == NONE else options.bos)]
+    for option, named in needed:
+        if not named or named in known or named in options.special:
             continue
         pieces = tokenizer.convert_ids_to_tokens(tokenizer(named, add_special_tokens=False)["input_ids"])
         shown = " ".join(map(repr, pieces[:FEW_PIECES])) + (" ..." if len(pieces) > FEW_PIECES else "")

@@ -225,11 +225,12 @@ def found_tokenizer(policy: Policy, progress: Progress) -> Path:
             f"--tokenizer names {named.model!r}, which is no directory on this machine, and names on the Hub are "
             "OWNER/NAME or OWNER/NAME@REVISION; correct the path"
         )
-
-    def tokenizer_files(names: Iterable[str]) -> list[str]:
-        return [name for name in model_files(names) if name.endswith(BESIDE)]
-
-    return fetch_snapshot(named.hub_name, tokenizer_files, has_tokenizer, progress)
+    return fetch_snapshot(
+        named.hub_name,
+        lambda names: [name for name in model_files(names) if name.endswith(BESIDE)],
+        has_tokenizer,
+        progress,
+    )
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -45,12 +45,6 @@ class TokenizerOptions:
         """Whether anything differs from the model's own tokenizer."""
         return self != TokenizerOptions()
 
-    @property
-    def named_tokens(self) -> tuple[tuple[str, str], ...]:
-        """(option, token) of every token that must exist in the tokenizer."""
-        one = (("pad", self.pad), ("bos", "" if self.bos == NONE else self.bos))
-        return (*(("eos", token) for token in self.eos), *((option, token) for option, token in one if token))
-
 
 TOOL_MODEL = "tiny_agent"
 CHARACTER_MODELS = ("tiny", "tiny_teacher", TOOL_MODEL)
