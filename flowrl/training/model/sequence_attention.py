@@ -150,7 +150,7 @@ class Sight:
                 lengths_S = self.ends_S.diff()
                 numbers_S = torch.arange(len(lengths_S), device=self.device)
                 self._sequence_L.append(torch.repeat_interleave(numbers_S, lengths_S))
-            (sequence_L,) = self._sequence_L
+            sequence_L = self._sequence_L[0]
             seen_QK &= sequence_L[asking_Q][:, None] == sequence_L[looked_at_K][None]
         return seen_QK
 
