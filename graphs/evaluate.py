@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from flowrl import Graph
 from flowrl.nodes import Evaluation, Generator, PromptLimit, Sampling, TooLong
 from flowrl.options import GeneratorOptions, GraphConfig, RewardOptions, TruncationOptions, too_low
-from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.tasks.rewards import MODEL, names_model
 
@@ -78,19 +77,16 @@ class Evaluate(GraphConfig):
     def sets(self) -> tuple[EvaluationSet, ...]:
         """What is asked."""
         like = self.reward.held_out_task(self.data.task)
-        named = [EvaluationSet.parse(text, like=like, samples=self.evaluate_samples) for text in self.evaluate_task]
+        found = [EvaluationSet.parse(text, like=like, samples=self.evaluate_samples) for text in self.evaluate_task]
         further = [replace(self.data.task, name=name, reward="") for name in self.evaluate_also]
-        tasks = [*([] if named else [like]), *further]
-        return tuple(self._sampled(one) for one in (*map(self._limited, named), *map(self._set_of, tasks)))
-
-    def _set_of(self, task: Task) -> EvaluationSet:
-        """All rows of a task with files; the held-out rows of any other task."""
-        if task.made_sources:
-            return EvaluationSet(task.name, task, num=self.prompts or OF_MADE_ROWS, samples=self.evaluate_samples)
-        return self._limited(EvaluationSet(task.name, task, samples=self.evaluate_samples, whole=True))
-
-    def _limited(self, one: EvaluationSet) -> EvaluationSet:
-        return one if one.num is not None else replace(one, num=self.prompts, at_most=True)
+        for task in (*(() if found else (like,)), *further):
+            if task.made_sources:  # the held-out rows; of a task with files, all rows
+                number = self.prompts or OF_MADE_ROWS
+                found.append(EvaluationSet(task.name, task, num=number, samples=self.evaluate_samples))
+            else:
+                found.append(EvaluationSet(task.name, task, samples=self.evaluate_samples, whole=True))
+        limited = (one if one.num is not None else replace(one, num=self.prompts, at_most=True) for one in found)
+        return tuple(map(self._sampled, limited))
 
     def _sampled(self, one: EvaluationSet) -> EvaluationSet:
         """The set, with the sampling settings that it leaves to the command."""

@@ -247,7 +247,20 @@ class ResponseWriter(LineWriter):
         async for members in self.samples.groups(self.size):
             best = max(members.items, key=lambda one: one.reward if isinstance(one, Scored) else 0.0)
             kept = (best,) if self.best else members.items
-            self.write_lines([self.line_of(sample) for sample in kept])
+            lines = []
+            for sample in kept:
+                line: dict[str, Any] = {
+                    "prompt": self.prompt_of(sample.prompt_id),
+                    "response": sample.response_text,
+                    "prompt_id": sample.prompt_id,
+                    "member": sample.member,
+                    "response_tokens": sample.response_tokens,
+                    "truncated": sample.truncated,
+                }
+                if isinstance(sample, Scored):
+                    line |= {"reward": sample.reward, "parts": dict(sample.reward_parts)}
+                lines.append(line | {name: value for name, value in sample.columns.items() if name not in OWN})
+            self.write_lines(lines)
             for sample in members.items:
                 self.samples.drop(sample, "written")
             num_lost += len(members.lost)
@@ -255,20 +268,6 @@ class ResponseWriter(LineWriter):
             self.context.metric("responses_written", len(kept))
             self._progress.count_items(len(kept), note)
         self._progress.report_end(note, always=True)
-
-    def line_of(self, sample: Sample) -> dict[str, Any]:
-        """The line of one response."""
-        found: dict[str, Any] = {
-            "prompt": self.prompt_of(sample.prompt_id),
-            "response": sample.response_text,
-            "prompt_id": sample.prompt_id,
-            "member": sample.member,
-            "response_tokens": sample.response_tokens,
-            "truncated": sample.truncated,
-        }
-        if isinstance(sample, Scored):
-            found |= {"reward": sample.reward, "parts": dict(sample.reward_parts)}
-        return found | {name: value for name, value in sample.columns.items() if name not in OWN}
 
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "prompt_id", "margin")
