@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import packing
+from flowrl.messages.base import Column as Column
 from flowrl.messages.base import Message as Message
-from flowrl.messages.token_columns import Column as Column
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -414,7 +414,7 @@ class Batch(Message):
         owners = [number for number, sample in enumerate(self.samples) for _ in sample.sequences]
         names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples for _ in s.sequences]
         packing.require_budget(units, self.token_budget, names, way)
-        parts = packing.split(units, n, optimizer_steps=self.optimizer_steps, packing=way)
+        parts = packing.split_batch(units, n, optimizer_steps=self.optimizer_steps, packing=way)
         layout = "tree" if isinstance(way, packing.ByTree) else "rows"
         return tuple(
             replace(
@@ -427,16 +427,16 @@ class Batch(Message):
         """How to pack the samples: as trees if the layout is "tree", or "auto" and they share enough prefixes."""
         twice = any(sample.mismatched is not None for sample in self.samples)
         passes = [found for sample in self.samples for found in _passes(sample, twice)]
-        if self.layout == "tree" or (self.layout == "auto" and packing.share([tokens for tokens, *_ in passes])):
+        if self.layout == "tree" or (self.layout == "auto" and packing.share_enough([tokens for tokens, *_ in passes])):
             return packing.ByTree(self.token_budget, passes)
         return packing.ByRows(self.token_budget)
 
 
 def packed(samples: Sequence[Trainable]) -> list[packing.PackedUnit]:
     """The units that one rank trains in one optimizer step, pairs and single samples, as sequence numbers."""
-    units = packing.units_of([s.pass_tokens for s in samples], [s.pair for s in samples])
+    units = packing.join_pairs([s.pass_tokens for s in samples], [s.pair for s in samples])
     lengths = [[one.token_ids.size for one in s.sequences] if s.branches else [s.pass_tokens] for s in samples]
-    return packing.by_sequence(units, lengths) if any(s.branches for s in samples) else units
+    return packing.split_by_sequences(units, lengths) if any(s.branches for s in samples) else units
 
 
 def _passes(sample: Trainable, twice: bool) -> list[tuple[Int32, ...]]:

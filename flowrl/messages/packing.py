@@ -55,7 +55,7 @@ class PackedUnit:
         return len(self.indices) * self.longest
 
 
-def units_of(lengths: Sequence[int], pairs: Sequence[str]) -> list[PackedUnit]:
+def join_pairs(lengths: Sequence[int], pairs: Sequence[str]) -> list[PackedUnit]:
     """Group neighbours with the same non-empty pair into one unit each, in the order of the samples.
 
     `lengths` are the numbers of tokens that a pass over each sample needs space for.
@@ -69,7 +69,7 @@ def units_of(lengths: Sequence[int], pairs: Sequence[str]) -> list[PackedUnit]:
     return [PackedUnit(tuple(run), max(lengths[i] for i in run), sum(lengths[i] for i in run)) for run in runs]
 
 
-def by_sequence(units: Sequence[PackedUnit], lengths: Sequence[Sequence[int]]) -> list[PackedUnit]:
+def split_by_sequences(units: Sequence[PackedUnit], lengths: Sequence[Sequence[int]]) -> list[PackedUnit]:
     """`units` of samples as units of their sequences, which are counted through all samples.
 
     `lengths` are the numbers of tokens of each sample's sequences.
@@ -85,7 +85,7 @@ def by_sequence(units: Sequence[PackedUnit], lengths: Sequence[Sequence[int]]) -
     return found
 
 
-def apart(units: Sequence[PackedUnit]) -> list[PackedUnit]:
+def split_units(units: Sequence[PackedUnit]) -> list[PackedUnit]:
     """The units that each have to be in a single micro-batch, the longest first."""
     found = [part for unit in units for part in unit.parts or (unit,)]
     return sorted(found, key=lambda unit: (-unit.longest, unit.indices))
@@ -138,10 +138,26 @@ class ByRows:
     token_budget: int
 
     def deal(self, units: Sequence[PackedUnit], n: int) -> list[list[PackedUnit]]:
-        return deal(units, n)
+        """The longest unit first, each to the rank with the fewest tokens so far."""
+        ranks: list[list[PackedUnit]] = [[] for _ in range(n)]
+        loads = [(0, rank) for rank in range(n)]
+        for unit in sorted(units, key=lambda unit: (-unit.longest, unit.indices)):
+            load, rank = heapq.heappop(loads)
+            ranks[rank].append(unit)
+            heapq.heappush(loads, (load + unit.num_tokens, rank))
+        return ranks
 
     def micro_batches(self, units: Sequence[PackedUnit]) -> list[list[int]]:
-        return micro_batches_of(apart(units), self.token_budget)
+        """The units from the longest to the shortest, cut so that count × longest stays within the budget."""
+        cut: list[list[int]] = []
+        longest = 0
+        for unit in split_units(units):
+            if cut and (not self.token_budget or (len(cut[-1]) + len(unit.indices)) * longest <= self.token_budget):
+                cut[-1].extend(unit.indices)
+            else:
+                cut.append(list(unit.indices))
+                longest = unit.longest
+        return cut
 
     def size(self, unit: PackedUnit) -> int:
         return unit.padded
@@ -150,7 +166,9 @@ class ByRows:
         return sum(len(unit.indices) for unit in units) * max((unit.longest for unit in units), default=0)
 
 
-def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, packing: Packing) -> list[RankPart]:
+def split_batch(
+    units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, packing: Packing
+) -> list[RankPart]:
     """The parts of all ranks."""
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     micro_batches: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
@@ -176,7 +194,7 @@ def require_budget(
 ) -> None:
     """Raise ConfigError if a single sequence, or a single pair, exceeds the token budget. `names`: one for each
     sequence."""
-    for unit in apart(units) if token_budget else ():
+    for unit in split_units(units) if token_budget else ():
         size = (packing or ByRows(token_budget)).size(unit)
         if size > token_budget:
             alone, name = len(unit.indices) == 1, names[unit.indices[0]]
@@ -188,30 +206,6 @@ def require_budget(
             )
 
 
-def deal(units: Sequence[PackedUnit], n: int) -> list[list[PackedUnit]]:
-    """Distribute `units` to `n` ranks, longest first, each to the rank with the fewest tokens so far."""
-    ranks: list[list[PackedUnit]] = [[] for _ in range(n)]
-    loads = [(0, rank) for rank in range(n)]
-    for unit in sorted(units, key=lambda unit: (-unit.longest, unit.indices)):
-        load, rank = heapq.heappop(loads)
-        ranks[rank].append(unit)
-        heapq.heappush(loads, (load + unit.num_tokens, rank))
-    return ranks
-
-
-def micro_batches_of(units: Sequence[PackedUnit], token_budget: int) -> list[list[int]]:
-    """Indices of `units` (sorted longest first), cut so that count × longest stays within the budget."""
-    cut: list[list[int]] = []
-    longest = 0
-    for unit in units:
-        if cut and (not token_budget or (len(cut[-1]) + len(unit.indices)) * longest <= token_budget):
-            cut[-1].extend(unit.indices)
-        else:
-            cut.append(list(unit.indices))
-            longest = unit.longest
-    return cut
-
-
 @dataclass(frozen=True)
 class ByTree:
     """Trees; `passes` holds the passes over each sequence of the batch, by the sequence's number."""
@@ -220,7 +214,7 @@ class ByTree:
     passes: Sequence[Sequence[Tokens]]
 
     def deal(self, units: Sequence[PackedUnit], n: int) -> list[list[PackedUnit]]:
-        ordered = self._ordered(units)
+        ordered = self._in_order(units)
         if n == 1 or not ordered:
             return [ordered, *([] for _ in range(n - 1))]
         whole = self.num_places(ordered)
@@ -228,7 +222,7 @@ class ByTree:
         parts = [ordered]
         while high - low > max(1, low // COARSE):
             cap = (low + high) // 2
-            found = self._cut(ordered, cap)
+            found = self._cut_ranges(ordered, cap)
             if len(found) <= n:
                 parts, high = found, cap
             else:
@@ -236,18 +230,18 @@ class ByTree:
         return parts + [[] for _ in range(n - len(parts))]
 
     def micro_batches(self, units: Sequence[PackedUnit]) -> list[list[int]]:
-        found = self._ordered([part for unit in units for part in unit.parts or (unit,)])
-        parts = self._cut(found, self.token_budget) if self.token_budget else [found] if found else []
+        found = self._in_order([part for unit in units for part in unit.parts or (unit,)])
+        parts = self._cut_ranges(found, self.token_budget) if self.token_budget else [found] if found else []
         if len(parts) > 1:
-            parts = self._evened(found, parts)
+            parts = self._even_parts(found, parts)
         return [[index for unit in part for index in unit.indices] for part in parts]
 
-    def _evened(self, ordered: Sequence[PackedUnit], parts: list[list[PackedUnit]]) -> list[list[PackedUnit]]:
+    def _even_parts(self, ordered: Sequence[PackedUnit], parts: list[list[PackedUnit]]) -> list[list[PackedUnit]]:
         """Ranges of about equal sizes, as many as `parts`, if there are such: the largest one decides how much memory
         a step needs, and the number of ranges how long it takes."""
         sizes = [self.num_places(part) for part in parts]
         cap = sum(sizes) // len(parts) + max(self.size(unit) for unit in ordered)
-        even = self._cut(ordered, cap) if cap < max(sizes) else parts
+        even = self._cut_ranges(ordered, cap) if cap < max(sizes) else parts
         return even if len(even) <= len(parts) else parts
 
     def size(self, unit: PackedUnit) -> int:
@@ -257,15 +251,15 @@ class ByTree:
         """Tokens of the larger pass over these units."""
         filled = _Filled()
         for unit in units:
-            filled.add(self._passes(unit))
+            filled.add(self._passes_over(unit))
         return filled.size
 
-    def _cut(self, ordered: Sequence[PackedUnit], cap: int) -> list[list[PackedUnit]]:
+    def _cut_ranges(self, ordered: Sequence[PackedUnit], cap: int) -> list[list[PackedUnit]]:
         """Ranges of units of at most `cap` tokens; a larger unit forms a range by itself."""
         parts: list[list[PackedUnit]] = []
         filled = _Filled()
         for unit in ordered:
-            passes = self._passes(unit)
+            passes = self._passes_over(unit)
             filled.add(passes)
             if parts and filled.size <= cap:
                 parts[-1].append(unit)
@@ -275,14 +269,14 @@ class ByTree:
                 filled.add(passes)
         return parts
 
-    def _ordered(self, units: Sequence[PackedUnit]) -> list[PackedUnit]:
+    def _in_order(self, units: Sequence[PackedUnit]) -> list[PackedUnit]:
         return sorted(units, key=lambda unit: (order_key(self.passes[unit.indices[0]][0]), unit.indices))
 
-    def _passes(self, unit: PackedUnit) -> Passes:
+    def _passes_over(self, unit: PackedUnit) -> Passes:
         return tuple(zip(*(self.passes[index] for index in unit.indices), strict=True))
 
 
-def share(sequences: Sequence[Tokens]) -> bool:
+def share_enough(sequences: Sequence[Tokens]) -> bool:
     """Whether the sequences share enough tokens for trees to pay off."""
     return num_unique(sequences) <= LEAST_SHARED * sum(map(len, sequences))
 
@@ -293,7 +287,7 @@ def passes_over(sequences: Sequence[Tokens], token_budget: int, layout: str) -> 
     A pass has at most `token_budget` tokens, padding included, or a single longer sequence.
     """
     units = [PackedUnit((index,), len(tokens), len(tokens)) for index, tokens in enumerate(sequences)]
-    if layout == "tree" or (layout == "auto" and share(sequences)):
+    if layout == "tree" or (layout == "auto" and share_enough(sequences)):
         return ByTree(token_budget, [(tokens,) for tokens in sequences]).micro_batches(units), True
     return ByRows(token_budget).micro_batches(units), False
 

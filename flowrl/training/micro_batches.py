@@ -108,7 +108,7 @@ def _count_places(part: Batch, micro_batches: Sequence[Sequence[int]], way: pack
 
 def _make_units(part: Batch, numbers: Sequence[int]) -> list[packing.PackedUnit]:
     lengths = [part.samples[number].pass_tokens for number in numbers]
-    found = packing.units_of(lengths, [part.samples[number].pair for number in numbers])
+    found = packing.join_pairs(lengths, [part.samples[number].pair for number in numbers])
     return [
         packing.PackedUnit(tuple(numbers[i] for i in unit.indices), unit.longest, unit.num_tokens) for unit in found
     ]

@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         name="pairs_torn",
         fault="a pair may be cut between ranks",
-        function="units_of",
+        function="join_pairs",
         before="if pair and runs and pairs[runs[-1][-1]] == pair:",
         after="if not pair and runs and pairs[runs[-1][-1]] == pair:",
         test="tests/training/test_training_packing.py::test_split_keeps_pairs_together_in_their_order",
