@@ -4,9 +4,9 @@ Axes: B samples, T policy tokens (of the longest sample), K members of one group
 longest episode.
 
 `Estimate` is what a graph selects. Its steps run in this order: normalisation of rewards, KL before the baseline, the
-group's baseline (`group_rewards`), KL token by token, return-to-go (`returns_to_go`, or `gae` if there are a critic's
-values). The batcher calls `whiten`; `advantages` runs all these steps in one call. Papers: GAE 1506.02438, GRPO
-2402.03300, REINFORCE++ 2501.03262, Dr.GRPO 2503.20783, RLOO 2402.14740.
+group's baseline (`group_rewards`), KL token by token, return-to-go (`returns_to_go`, or `compute_gae` if there are a
+critic's values). The batcher calls `whiten_advantages`; `compute_advantages` runs all these steps in one call. Papers:
+GAE 1506.02438, GRPO 2402.03300, REINFORCE++ 2501.03262, Dr.GRPO 2503.20783, RLOO 2402.14740.
 
 Credit by turn: each turn of an episode is compared with the same turn of the other members of its group.
 
@@ -293,7 +293,7 @@ class Estimate:
     shuffle_rewards: bool = False
     """For a control run that must not learn: the rewards of a group are shuffled among its members."""
     credit: Credit = "episode"
-    """Only for episodes: whether a token gets the advantage of its episode or of its turn; see `turn_credit`."""
+    """Only for episodes: whether a token gets the advantage of its episode or of its turn; see `turn_advantages`."""
 
     def list_problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""

@@ -20,7 +20,7 @@ ADVICE = "the second has to score the tokens of the first, so name one that has 
 
 def vocabulary_problem(student: Policy, teacher: Policy) -> str | None:
     """Why `teacher` cannot score the tokens of `student`; None if it can, and also if the files do not show it
-    (`untold`)."""
+    (`untold_vocabulary`)."""
     mine, other = read_vocabulary(student), read_vocabulary(teacher)
     if student.model == teacher.model or mine == other:
         return None

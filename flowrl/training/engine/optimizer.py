@@ -34,7 +34,7 @@ ENDS = ("embed", "lm_head", "score")
 
 
 def make_optimizer(model: nn.Module, settings: ZeroSettings) -> torch.optim.Optimizer:
-    """The optimizer for the trained parameters of `model`. Their rate is 0 until `rates` are set."""
+    """The optimizer for the trained parameters of `model`. Their rate is 0 until they are set."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if settings.optimizer == "muon":
         return make_muon(trained, settings)

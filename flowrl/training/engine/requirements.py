@@ -134,7 +134,7 @@ def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int, parts: int =
 
 
 def saves_in_shards(zero: ZeroSettings, num_ranks: int) -> bool:
-    """Whether ranks with these settings save in a form that any number of ranks can load (`shards`)."""
+    """Whether ranks with these settings save in a form that any number of ranks can load (`save_shards`)."""
     return zero.effective_stage(num_ranks) > 0 and zero.optimizer != "muon" and not zero.nvme_path
 
 

@@ -7,8 +7,8 @@ moving average, a teacher's output layer). DeepSpeed's own `offload_states` repl
 every optimizer except its compiled FusedAdam, and it does not support stage 1 with bfloat16.
 
 Invariants
-- Between `leave` and `come_back` nothing computes with the object.
-- After `come_back` every storage has the bytes it had before `leave`.
+- Between `move_away` and `come_back` nothing computes with the object.
+- After `come_back` every storage has the bytes it had before `move_away`.
 
 The search follows attributes and containers, and includes gradients. A tensor that it misses stays on the device, which
 costs memory but does no other harm.
@@ -74,9 +74,9 @@ def list_attributes(thing: object) -> Iterator[object]:
 
 
 class Residence:
-    """Moves what `root` has on `device`. `root` may change between moves, because every `leave` searches it again.
+    """Moves what `root` has on `device`. `root` may change between moves, because every `move_away` searches it again.
 
-    For a GPU, the host memory is page-locked if the machine allows it, and kept for the next `leave`.
+    For a GPU, the host memory is page-locked if the machine allows it, and kept for the next `move_away`.
     """
 
     def __init__(self, root: object, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Residence:
 
     @property
     def is_away(self) -> bool:
-        """Whether `leave` was called, and `come_back` has not been called since."""
+        """Whether `move_away` was called, and `come_back` has not been called since."""
         return bool(self._away)
 
     def move_away(self) -> int:

@@ -13,8 +13,9 @@ loading, the model computes with its initial weights until the next step. Here e
 step, saved or overwritten, and put back as after a step. Only one sub-group at a time is in memory.
 
 The exponential moving average of the master weights is sharded in the same way. After every applied optimizer step:
-average ← decay · average + (1 − decay) · master, in fp32, on each rank for its own part. Only `exchanged` reads it:
-within that context the average is in the place where DeepSpeed keeps the master weights, so the same code gathers it.
+average ← decay · average + (1 − decay) · master, in fp32, on each rank for its own part. Only `exchange_weights` reads
+it: within that context the average is in the place where DeepSpeed keeps the master weights, so the same code gathers
+it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Ema:
         torch.save(self.averages, path / f"ema_rank_{rank}.pt")
 
     def load_average(self, path: Path, rank: int) -> None:
-        """Load what `save` wrote; if there is no file (ema_decay is new), start from the weights just loaded."""
+        """Load what `save_average` wrote; if there is no file (ema_decay is new), start from the weights just loaded."""
         file = path / f"ema_rank_{rank}.pt"
         found = torch.load(file) if file.exists() else master_weights(self._engine)
         for average, tensor in zip(self.averages, found, strict=True):
@@ -253,7 +254,7 @@ class _Saved:
     def complete_state(self, state: dict[str, Any], name: str, flat: Tensor) -> None:
         """Add to the `state` of an optimizer that has not stepped what the saved state has for the parameter's group.
 
-        Below stage 3 there is no state before the first step. Tensors like `flat` are added as zeros, which `fill`
+        Below stage 3 there is no state before the first step. Tensors like `flat` are added as zeros, which `fill_part`
         overwrites; values that apply to the whole group are copied.
         """
         number, theirs = self._by_name[name][0] if self._by_name.get(name) else (0, None)

@@ -1,9 +1,10 @@
 """flowrl's interface to DeepSpeed ZeRO: one engine per rank; the caller controls gradient accumulation.
 
 Invariants
-- Gradients are sums. The caller divides its loss by global denominators, or divides the whole gradient in `step`.
-  DeepSpeed averages over the copies of the model, so `backward` multiplies by the number of copies. The accumulation
-  boundary is set explicitly for every micro-batch, because the number of micro-batches varies by step.
+- Gradients are sums. The caller divides its loss by global denominators, or divides the whole gradient in
+  `step_optimizer`. DeepSpeed averages over the copies of the model, so `add_gradient` multiplies by the number of
+  copies. The accumulation boundary is set explicitly for every micro-batch, because the number of micro-batches varies
+  by step.
 - Every method is collective, because ZeRO gathers and reduces inside. Exceptions are the properties, `num_computed`,
   `adapter_off`, `set_lr` and `record_scores`.
 - Master weights, accumulated gradients and their reduction are fp32 for every dtype of the model.
@@ -361,7 +362,7 @@ class ZeroEngine:
         return gathered
 
     def _gather_averages(self, entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
-        """Like `_gathered`, tensor by tensor, with the moving average instead of the weights, in the weights' dtype."""
+        """Like `_gather_entries`, tensor by tensor, with the moving average instead of the weights, in the weights' dtype."""
         assert self._ema is not None
         with self._ema.exchange_weights():
             for entry in entries:
@@ -437,7 +438,7 @@ class ZeroEngine:
         return part_path(Path(path) / TAG, self.gang.rank % self.gang.tensor_size, self.gang.tensor_size)
 
     def load_state(self, path: str | Path) -> None:
-        """Load what `save` wrote, with any number of ranks where that is possible (`resume_problems`)."""
+        """Load what `save_state` wrote, with any number of ranks where that is possible (`resume_problems`)."""
         for problem in resume_problems(Path(path) / TAG, self.settings, self.gang.size, self.gang.tensor_size):
             raise ConfigError(problem)
         if saves_in_shards(self.settings, self.gang.size) and is_sharded(self._part_path(path)):
@@ -482,8 +483,8 @@ SHARD = ".shard"
 class ModelWriter:
     """Takes the weights of `model` in any order, each once, and writes them to the directory `path`.
 
-    `beside` are further files (`companions`); those that transformers has not written are added. A model of at most
-    `shard_bytes` becomes one file, as `save_pretrained` would write it.
+    `beside` are further files (`read_companions`); those that transformers has not written are added. A model of at
+    most `shard_bytes` becomes one file, as `save_pretrained` would write it.
     """
 
     def __init__(

@@ -22,7 +22,8 @@ hidden states and logits, and the logits that the model returns show the functio
 table, and a family whose logits are another function is refused. No weights are read: they may be sharded, or on the
 meta device.
 
-`divergence` is the generalized Jensen-Shannon divergence of a student's next-token distribution p and a teacher's q.
+`jsd_divergence` is the generalized Jensen-Shannon divergence of a student's next-token distribution p and a teacher's
+q.
 
 GKD (arXiv 2306.13649), with TRL's GKDTrainer's meaning of β:
 
@@ -352,7 +353,7 @@ def add_product(total: Tensor | None, first: Tensor, second: Tensor, *, wide: to
 
 
 CACHED_ON: tuple[str, ...] = ("cpu",)
-"""Device types that use `cached_logprobs`. The formulas of `train_memory` are an upper bound of its memory too."""
+"""Device types that use `cached_logprobs`. The formulas of `flowrl.training.memory` bound its memory, too."""
 
 
 def logits_bytes_on(device: torch.device) -> int:
@@ -371,7 +372,7 @@ class Taught:
     bias_V: Tensor | None
     scaling: LogitScaling = UNSCALED
     beta: float = 1.0
-    """Parameter of the divergence by which student and teacher are compared (see `divergence`)."""
+    """Parameter of the divergence by which student and teacher are compared (see `jsd_divergence`)."""
 
     def at_places(self, places_M: Tensor) -> Taught:
         """The distributions at some of the places."""

@@ -47,14 +47,14 @@ def multiply_matrices(first: Tensor, second: Tensor) -> Tensor:
 
 
 class FastLinear(nn.Linear):
-    """A linear layer that multiplies by `linear`."""
+    """A linear layer that multiplies by `multiply_linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return multiply_linear(input, self.weight, self.bias)
 
 
 def multiply_fast(network: nn.Module) -> None:
-    """Make the linear layers of `network` multiply by `linear`, if that changes anything on this machine.
+    """Make the linear layers of `network` multiply by `multiply_linear`, if that changes anything on this machine.
 
     Call this last: whatever replaces layers by their class, such as AutoTP, has to run before it.
     """

@@ -15,7 +15,7 @@ blocks are merged by their log-sum-exps. In the backward pass the keys and value
 gradient follows them: each rank adds what its queries contribute, and the last hop brings the gradient back to the rank
 of these keys. Sums are in fp32 whatever the model's dtype.
 
-A rank has two runs of positions (`sequence_group`), so with another rank's block it computes half of the scores, and
+A rank has two runs of positions (`SequenceGroup`), so with another rank's block it computes half of the scores, and
 needs no mask for them.
 
 Waits: for the neighbours' blocks; all ranks of a group make the same hops in the same order.

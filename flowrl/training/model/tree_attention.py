@@ -381,7 +381,7 @@ BLOCK = 128
 
 
 def make_block_mask(ends_L: Tensor) -> Any:
-    """torch's BlockMask for `flex`: place q sees key k if k <= q < ends_L[k]. Made once for a forest.
+    """torch's BlockMask for `flex_attention`: place q sees key k if k <= q < ends_L[k]. Made once for a forest.
 
     `ends_L` is `Forest.ends`: for each place, the first place behind those that continue it. The result equals that
     of torch's `create_block_mask`, which makes tensors of L x L; here memory grows with L and with (L / BLOCK)².
