@@ -72,7 +72,7 @@ class Ema:
         torch.save(self.averages, path / f"ema_rank_{rank}.pt")
 
     def load_average(self, path: Path, rank: int) -> None:
-        """Load what `save_average` wrote; if there is no file (ema_decay is new), start from the weights just loaded."""
+        """Load what `save_average` wrote; without a file (ema_decay is new), start from the weights just loaded."""
         file = path / f"ema_rank_{rank}.pt"
         found = torch.load(file) if file.exists() else master_weights(self._engine)
         for average, tensor in zip(self.averages, found, strict=True):

@@ -362,7 +362,7 @@ class ZeroEngine:
         return gathered
 
     def _gather_averages(self, entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
-        """Like `_gather_entries`, tensor by tensor, with the moving average instead of the weights, in the weights' dtype."""
+        """Like `_gather_entries`, tensor by tensor, with the moving average for the weights, in the weights' dtype."""
         assert self._ema is not None
         with self._ema.exchange_weights():
             for entry in entries:
