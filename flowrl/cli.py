@@ -26,7 +26,14 @@ from flowrl.graph.command_line import parse_options
 from flowrl.graph.load import graph_summary, shipped_names
 from flowrl.graph.machine import Cluster
 from flowrl.machine.proxies import reach_directly
-from flowrl.runtime.telemetry.standard_streams import flush, let_go, open_closed, print_text, replace_unwritable, say
+from flowrl.runtime.telemetry.standard_streams import (
+    flush_stream,
+    let_go,
+    open_closed,
+    print_line,
+    print_text,
+    replace_unwritable,
+)
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """What the system says of a write to a stream; such an error names no file."""
@@ -88,18 +95,18 @@ def _status(args: Sequence[str]) -> int:
         sys.stdout.flush()  # a closed pipe is noticed here, and not when Python exits
         return status
     except GraphError as error:
-        say(f"flowrl: the graph cannot run, {_count(error)}:\n{error}", sys.stderr)
+        print_line(f"flowrl: the graph cannot run, {_count(error)}:\n{error}", sys.stderr)
     except FlowrlError as error:
-        say(f"flowrl: {error}", sys.stderr)
+        print_line(f"flowrl: {error}", sys.stderr)
     except KeyboardInterrupt:
-        say("flowrl: interrupted", sys.stderr)
+        print_line("flowrl: interrupted", sys.stderr)
         return 130
     except BrokenPipeError:
         let_go(sys.stdout)
         return 141
     except OSError as error:
-        flush(sys.stdout)
-        say(f"flowrl: {_of_system(error)}", sys.stderr)
+        flush_stream(sys.stdout)
+        print_line(f"flowrl: {_of_system(error)}", sys.stderr)
     return 2
 
 

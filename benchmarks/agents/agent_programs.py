@@ -31,7 +31,7 @@ from benchmarks.runs.overlap import pace
 from benchmarks.training.gain import gain
 from flowrl.errors import FlowrlError
 from flowrl.runtime.audit.audit import audit
-from flowrl.runtime.telemetry.metrics import read
+from flowrl.runtime.telemetry.metrics import read_lines
 
 ROOT = Path(__file__).parents[2]
 TOOLS, PROGRAM = "agent_tools", "agent_openai"
@@ -95,7 +95,7 @@ def run(graph: str, seed: int, run_dir: Path, told: argparse.Namespace) -> Ran:
     if status:
         end = "\n".join(log.read_text().splitlines()[-20:])
         raise FlowrlError(f"{graph} ended with status {status}; the end of {log}:\n{end}")
-    learnt, here = gain(run_dir), pace(read(run_dir / "metrics.jsonl"), skip=told.skip, tail=TAIL)
+    learnt, here = gain(run_dir), pace(read_lines(run_dir / "metrics.jsonl"), skip=told.skip, tail=TAIL)
     scores = (learnt.before, learnt.after, learnt.error)
     return Ran(graph, seed, *scores, wall_s, here.samples_per_s, audit(run_dir).ok)
 

@@ -29,7 +29,7 @@ from benchmarks.agents import uneven_env
 from benchmarks.runs.overlap import pace
 from flowrl.errors import FlowrlError
 from flowrl.runtime.audit.audit import audit
-from flowrl.runtime.telemetry.metrics import read
+from flowrl.runtime.telemetry.metrics import read_lines
 
 ROOT = Path(__file__).parents[2]
 POLICY = ("--policy", "tiny_agent", "--task.name", "arithmetic:min_value=30")
@@ -115,7 +115,7 @@ def found(run_dir: Path, case: Case) -> Played:
             cached=db.execute(CACHED).fetchone()[0],
             balance=max(work) / min(work) if len(work) == case.generators else float("inf"),
             stayed=db.execute(STAYED).fetchone()[0],
-            tokens_per_s=pace(read(run_dir / "metrics.jsonl"), skip=SKIPPED).tokens_per_s,
+            tokens_per_s=pace(read_lines(run_dir / "metrics.jsonl"), skip=SKIPPED).tokens_per_s,
             max_staleness=int(report.figures["max staleness"] or 0),
             ages=db.execute(AGES).fetchall(),
             versions=[number for (number,) in db.execute(VERSIONS) if number is not None],

@@ -77,7 +77,7 @@ def rings(
             own = 0.75 if draws.random() < broken else chance
             for _ in range(group_size):
                 play(test, fate, draws, f"{line}.{number}", group_size, mean, own)
-        if alarms.look({"step": line, "failing_by_length": test.score}):
+        if alarms.look_at_line({"step": line, "failing_by_length": test.score}):
             return True
     return False
 

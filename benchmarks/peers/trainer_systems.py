@@ -17,7 +17,7 @@ from typing import Any, Literal
 from benchmarks.peers.process_memory import CommandFailed, Watched, watch
 from benchmarks.runs.overlap import pace
 from flowrl.models import Policy, resolve
-from flowrl.runtime.telemetry.metrics import read
+from flowrl.runtime.telemetry.metrics import read_lines
 from flowrl.training.settings import Dtype
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ def run_flowrl(cell: TrainerRun, setting: Setting, place: Path, data: Path) -> F
     command += setting.flowrl_options
     command += ["--steps", str(steps), "--run-dir", str(place), "--seed", str(cell.repetition), "--plain"]
     watched = watch(command, log=place.with_suffix(".log"), env=os.environ, cwd=ROOT, limit_s=LIMIT_S)
-    lines = read(place / "metrics.jsonl")
+    lines = read_lines(place / "metrics.jsonl")
     here = pace(lines, skip=setting.skip, tail=staleness)
     measured = lines[setting.skip : len(lines) - staleness]
     tokens = fmean(line["response_tokens_mean"] for line in measured)

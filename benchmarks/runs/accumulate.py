@@ -23,7 +23,7 @@ from benchmarks.runs.sync_vs_async import Case, run
 from flowrl.errors import FlowrlError
 from flowrl.graph.analysis.check import check
 from flowrl.graph.load import load_file
-from flowrl.runtime.telemetry.metrics import read
+from flowrl.runtime.telemetry.metrics import read_lines
 
 CASES = ("off", "auto")
 
@@ -58,7 +58,7 @@ def show(options: argparse.Namespace, name: str, repetition: int) -> None:
 
 def figures(options: argparse.Namespace, name: str, repetition: int) -> dict[str, float]:
     """Median seconds of a step and mean busy seconds of both sides, without the first steps."""
-    lines = read(options.run_dir / f"{name}-{repetition}" / "metrics.jsonl")
+    lines = read_lines(options.run_dir / f"{name}-{repetition}" / "metrics.jsonl")
     times = [line["time_s"] for line in lines]
     steps = [after - before for before, after in itertools.pairwise(times)][options.skip - 1 :]
     measured = lines[options.skip :]

@@ -43,7 +43,7 @@ def keeps(window: int) -> bool:
 
 def install(window_s: float) -> None:
     """Keep and write samples only in windows that `keeps` names. A window without earns nothing for the next one."""
-    may, is_due, begin = SampleChoice.may, KeptSamples._is_due, Metrics.__init__
+    may, is_due, begin = SampleChoice.may_keep, KeptSamples._is_due, Metrics.__init__
 
     def keeping() -> bool:
         return keeps(int(time.monotonic() / window_s))
@@ -61,7 +61,7 @@ def install(window_s: float) -> None:
         begin(metrics, run_dir, *args, **kwargs)
         (run_dir / BEGAN).write_text(repr(metrics._start_s))
 
-    patch.object(SampleChoice, "may", may_now).start()
+    patch.object(SampleChoice, "may_keep", may_now).start()
     patch.object(KeptSamples, "_is_due", is_due_now).start()
     patch.object(Metrics, "__init__", begin_and_tell).start()
 

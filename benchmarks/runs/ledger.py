@@ -51,8 +51,8 @@ def write(directory: Path, samples: int) -> tuple[float, int]:
             figures = {"tokens_trained": GROUPS * sum(map(tokens, range(MEMBERS))), "staleness_max": step - 1 - version}
             line = json.dumps({"step": step, **figures, "ledger_head": ledger.head})
             lines.write(line + "\n")
-            ledger.add("line", line_hash(line), "trainer", step)
-    ledger.add("ended in order", time.time())
+            ledger.add_row("line", line_hash(line), "trainer", step)
+    ledger.add_row("ended in order", time.time())
     ledger.close()
     return time.process_time() - began_s, commits
 
@@ -67,34 +67,34 @@ def digest(sample: str) -> str:
 
 
 def admit(ledger: Ledger, group: int, version: int) -> None:
-    ledger.add("ticket", group, f"group{group:08d}", json.dumps({"trainer": version}))
+    ledger.add_row("ticket", group, f"group{group:08d}", json.dumps({"trainer": version}))
     for member in range(MEMBERS):
         name = f"group{group:08d}"
-        ledger.add("admitted", f"{name}/{member}", name, f"prompt{group:08d}", 0, member, 60, version, time.time())
-    ledger.commit()
+        ledger.add_row("admitted", f"{name}/{member}", name, f"prompt{group:08d}", 0, member, 60, version, time.time())
+    ledger.commit_rows()
 
 
 def generate(ledger: Ledger, group: int, version: int) -> None:
     for member in range(MEMBERS):
         sample = f"group{group:08d}/{member}"
-        ledger.add("generated", "generator/0", tokens(member), version, version, time.time(), sample)
+        ledger.add_row("generated", "generator/0", tokens(member), version, version, time.time(), sample)
         place, ages = (sample, sample, 0, 0, digest(sample)), (version, version)
         number = group * MEMBERS + member
-        ledger.add("request", number, *place, tokens(member), 60, None, *ages, "generator/0", "stop", time.time())
-        ledger.add("scored", 0.5, time.time(), sample)
-    ledger.commit()
+        ledger.add_row("request", number, *place, tokens(member), 60, None, *ages, "generator/0", "stop", time.time())
+        ledger.add_row("scored", 0.5, time.time(), sample)
+    ledger.commit_rows()
 
 
 def train(ledger: Ledger, step: int, version: int) -> None:
     for group in range((step - 1) * GROUPS, step * GROUPS):
         for member in range(MEMBERS):
             sample = f"group{group:08d}/{member}"
-            ledger.add("used", sample, "trainer", step - 1, step, tokens(member), 0, 0, version)
-            ledger.add("span", sample, "trainer", step, 60, tokens(member), digest(sample))
-            ledger.add("trained", tokens(member), 0, 0, version, step - 1, step, time.time(), sample)
-        ledger.add("settled", "trained", step, group)
-    ledger.add("step", "trainer", step, time.time())
-    ledger.commit()
+            ledger.add_row("used", sample, "trainer", step - 1, step, tokens(member), 0, 0, version)
+            ledger.add_row("span", sample, "trainer", step, 60, tokens(member), digest(sample))
+            ledger.add_row("trained", tokens(member), 0, 0, version, step - 1, step, time.time(), sample)
+        ledger.add_row("settled", "trained", step, group)
+    ledger.add_row("step", "trainer", step, time.time())
+    ledger.commit_rows()
 
 
 def sequence(turns: int, said: int, replied: int) -> Sample:

@@ -81,7 +81,7 @@ def add_samples(run_dir: Path, begin: int, end: int) -> None:
         open(run_dir / "metrics.jsonl", "a") as lines,
     ):
         db.execute("PRAGMA synchronous = OFF")
-        newest = chain.newest(db)
+        newest = chain.read_newest(db)
         assert newest is not None
         db.execute("BEGIN")
         last = {table: db.execute(f"SELECT COALESCE(MAX(rowid), -1) FROM {table}").fetchone()[0] for table in ROWS}
@@ -100,7 +100,7 @@ def add_samples(run_dir: Path, begin: int, end: int) -> None:
             old = sums[table]
             sums[table] = Sum(old.num_rows + added.num_rows, (old.row_hashes + added.row_hashes) % chain.MODULUS)
         sums["steps"] = Sum.of(db.execute("SELECT * FROM steps"))
-        contents = [sums[table].row(table) for table in sorted(sums)]
+        contents = [sums[table].as_row(table) for table in sorted(sums)]
         commit = Commit.after(newest, time.time(), chain.digest_of(contents))
         db.executemany("INSERT OR REPLACE INTO contents VALUES (?, ?, ?)", contents)
         db.execute("INSERT INTO commits VALUES (?, ?, ?, ?)", astuple(commit))
@@ -119,7 +119,7 @@ def write_checkpoint(ledger: Ledger, directory: Path) -> None:
             ledger_file.sync_file(path)
     final = directory / "checkpoints" / f"step_{len(list((directory / 'checkpoints').glob('step_*'))):06d}"
     temporary.rename(final)
-    ledger.published(final)
+    ledger.note_published(final)
 
 
 def measure_audits(directory: Path, samples: int) -> int:
@@ -169,7 +169,7 @@ def measure(directory: Path, options: Options) -> None:
     ledger.close()
     with timed("a resume: the ledger from the checkpoint alone"):
         checkpoint.verify_files(newest)
-        ledger_file.restore(newest, path, TERMS)
+        ledger_file.restore_ledger(newest, path, TERMS)
     with timed("opening it"):
         Ledger(path, restored_from=newest).close()
     print(f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB of memory")

@@ -31,7 +31,7 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.load import GraphFile, load_file
 from flowrl.graph.machine import Cluster
 from flowrl.graph.option_types import options_of
-from flowrl.runtime.telemetry.metrics import read
+from flowrl.runtime.telemetry.metrics import read_lines
 
 SYNC = "sync"
 MOMENTS = 5
@@ -145,7 +145,7 @@ def repeat(file: GraphFile, cases: Sequence[Case], repetition: int, options: arg
     for case in cases:
         run_dir = options.run_dir / f"{case.name.replace(' ', '_')}-{repetition}"
         run(file.path, case, repetition, run_dir, options.steps)
-        lines = read(run_dir / "metrics.jsonl")
+        lines = read_lines(run_dir / "metrics.jsonl")
         generators, ranks = _replicas(run_dir)
         here = pace(lines, skip=options.skip, tail=case.staleness, generators=generators, ranks=ranks)
         done.append(Done(case, repetition, lines, here, Gain.of(done[0].pace if done else here, here)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.runtime.driver.ray_cluster import RayCluster, differences, probe, versions_of_nodes
+from flowrl.runtime.driver.ray_cluster import RayCluster, compare_versions, probe, versions_of_nodes
 from flowrl.wire.connection import CurveKeys
 
 WITHIN_S = 60.0
@@ -44,7 +44,7 @@ def ray_findings(address: str) -> Iterator[Finding]:
 
 def _joined_findings() -> Iterator[Finding]:
     nodes = versions_of_nodes()
-    wrong = list(differences(probe()(), nodes))
+    wrong = list(compare_versions(probe()(), nodes))
     if wrong:
         for problem in wrong:
             told, _, remedy = problem.rpartition("; ")

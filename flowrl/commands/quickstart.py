@@ -52,9 +52,9 @@ def train(options: QuickstartOptions) -> int:
 def report(run_dir: Path, evaluations: dict[str, dict[str, float]], *, control: bool) -> int:
     """Print what the records say; of a run that was interrupted, what there is. Status 1 if the audit fails."""
     from flowrl.runtime.audit.audit import audit
-    from flowrl.runtime.telemetry.metrics import read
+    from flowrl.runtime.telemetry.metrics import read_lines
 
-    lines, audited = read(run_dir / "metrics.jsonl"), audit(run_dir)
+    lines, audited = read_lines(run_dir / "metrics.jsonl"), audit(run_dir)
     print_text(f"run directory        {run_dir}")
     print_text(f"rewards              {'shuffled within groups (control)' if control else 'exact match'}")
     if {"before", "after"} <= evaluations.keys():

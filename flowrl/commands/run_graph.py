@@ -15,7 +15,7 @@ from flowrl.errors import GraphError
 from flowrl.graph.load import dump_options, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import run_file_text, write_run_file
-from flowrl.runtime.telemetry.standard_streams import print_text, say
+from flowrl.runtime.telemetry.standard_streams import print_line, print_text
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def run_graph(args: Sequence[str]) -> int:
     if result.audit is None:
         print_figures(result.outcome.evaluations)
         return 0
-    say(str(result.audit), sys.stdout)
+    print_line(str(result.audit), sys.stdout)
     return 0 if result.audit.ok else 1
 
 

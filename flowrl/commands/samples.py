@@ -98,14 +98,14 @@ def _lines(run_dir: Path, options: SamplesOptions) -> Iterator[Any]:
 
 
 def _found(run_dir: Path, options: SamplesOptions) -> Any:
-    from flowrl.runtime.samples.rollout_files import SampleQuery, find
+    from flowrl.runtime.samples.rollout_files import SampleQuery, find_rows
 
-    return find(run_dir, SampleQuery(options.step, options.order, options.held_out, options.limit))
+    return find_rows(run_dir, SampleQuery(options.step, options.order, options.held_out, options.limit))
 
 
 def _pairs(run_dir: Path, options: SamplesOptions) -> Any:
-    from flowrl.runtime.samples.rollout_files import pairs, rollout_files
+    from flowrl.runtime.samples.rollout_files import find_pairs, rollout_files
 
     files = rollout_files(run_dir)
     newest = max((file.last for file in files if file.held_out), default=max((f.last for f in files), default=0))
-    return pairs(run_dir, newest if options.step is None else options.step, options.diff or 0, limit=options.limit)
+    return find_pairs(run_dir, newest if options.step is None else options.step, options.diff or 0, limit=options.limit)

@@ -17,7 +17,7 @@ def show_sample(args: Sequence[str]) -> int:
     if not Path(names[0]).is_dir():
         raise ConfigError(f"there is no run directory {names[0]}; name the one given to flowrl run --run-dir")
     from flowrl.commands.reader import readers_console
-    from flowrl.runtime.show import show as print_sample
+    from flowrl.runtime.show import show_sample_or_list as print_sample
 
     print_sample(Path(names[0]), names[1] if len(names) == 2 else None, readers_console(plain=plain))
     return 0

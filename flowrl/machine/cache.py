@@ -85,7 +85,7 @@ def cached_directory(
         return final
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(final, progress):
+        with hold_lock(final, progress):
             if is_new := _days_unused(final) is None:
                 _make_directory(final, recipe, make, progress)
             else:
@@ -102,7 +102,7 @@ def cached_directory(
 
 
 @contextmanager
-def _locked(final: Path, progress: Progress) -> Iterator[None]:
+def hold_lock(final: Path, progress: Progress) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(_lock_of(final))

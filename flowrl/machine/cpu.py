@@ -16,22 +16,22 @@ FAST_ARM = frozenset({"bf16"})
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """The names of the CPU's features ("avx2", "bf16"); empty if the kernel does not report them."""
-    return frozenset(_field(cpuinfo, "flags", "Features").split())
+    return frozenset(_read_field(cpuinfo, "flags", "Features").split())
 
 
 def describe_cpu(cpuinfo: Path = CPUINFO) -> str:
     """The CPU and what decides how fast it multiplies: "AMD EPYC without AVX512"."""
-    flags, name = cpu_flags(cpuinfo), _field(cpuinfo, "model name") or "CPU"
+    flags, name = cpu_flags(cpuinfo), _read_field(cpuinfo, "model name") or "CPU"
     fast = [told for told, flag in (("AVX512", "avx512f"), ("AMX", "amx_bf16"), ("bf16", "bf16")) if flag in flags]
     return f"{name} with {' and '.join(fast)}" if fast else f"{name} without AVX512" if flags else name
 
 
 def cpu_maker(cpuinfo: Path = CPUINFO) -> str:
     """ "GenuineIntel", "AuthenticAMD"; "" if the kernel does not report it, as on Arm."""
-    return _field(cpuinfo, "vendor_id")
+    return _read_field(cpuinfo, "vendor_id")
 
 
-def _field(cpuinfo: Path, *names: str) -> str:
+def _read_field(cpuinfo: Path, *names: str) -> str:
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:

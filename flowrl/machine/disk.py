@@ -51,26 +51,26 @@ class DiskRoom:
         self.num_bytes = self._checked = 0
         """Bytes written so far; the writer updates this."""
 
-    def require(self) -> None:
+    def require_room(self) -> None:
         """Raise ConfigError if the disk has no room for more; the disk is checked once every CHECKED_BYTES."""
         if self.num_bytes < self._checked:
             return
         self._checked = self.num_bytes + CHECKED_BYTES
         free = shutil.disk_usage(self._home).free
         if free < RESERVE_BYTES + CHECKED_BYTES:
-            raise self._full(f"{gigabytes(free)} are free, of which {gigabytes(RESERVE_BYTES)} stay free")
+            raise self._describe_full(f"{gigabytes(free)} are free, of which {gigabytes(RESERVE_BYTES)} stay free")
 
-    def refused(self, problem: OSError) -> ConfigError:
+    def describe_refused(self, problem: OSError) -> ConfigError:
         """The error of a file that cannot be written."""
         said = problem.strerror or str(problem)
         if problem.errno in FULL:
-            return self._full(said)
+            return self._describe_full(said)
         return ConfigError(
             f"{self._what} cannot be kept in {self._home}, for {problem.filename or self._home} cannot be read or "
             f"written ({said}); name a directory of yours in FLOWRL_CACHE{self._otherwise}"
         )
 
-    def _full(self, found: str) -> ConfigError:
+    def _describe_full(self, found: str) -> ConfigError:
         return ConfigError(
             f"{self._what} cannot be kept in {self._home} after {gigabytes(self.num_bytes)} ({found}); name a "
             f"directory on a larger disk in FLOWRL_CACHE{self._otherwise}"

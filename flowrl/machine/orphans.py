@@ -151,7 +151,7 @@ def start_kept(
     )
 
 
-def keep(parent: int, connection: int) -> None:
+def outlive_program(parent: int, connection: int) -> None:
     """Fork, and return in the child. This process never returns: it ends after the child and everything below it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, KEPT_SIGNALS)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -204,5 +204,5 @@ def _run_module(module: str, args: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), int(sys.argv[-1]))
+    outlive_program(int(sys.argv[1]), int(sys.argv[-1]))
     _run_module(sys.argv[2], sys.argv[3:])

@@ -34,7 +34,7 @@ class Processes:
         self._report: dict[str, Callable[[str], None]] = {}
         self._none_left = asyncio.Event()
 
-    def follow(self, name: str, pid: int, on_end: Callable[[str], None]) -> None:
+    def follow_process(self, name: str, pid: int, on_end: Callable[[str], None]) -> None:
         """Call `on_end(name)` when process `pid` ends; never if there is no such process any more."""
         try:
             handle = os.pidfd_open(pid)
@@ -55,7 +55,7 @@ class Processes:
         if not self._handles:
             self._none_left.set()
 
-    def look(self) -> None:
+    def report_ended(self) -> None:
         """Report the processes that have ended and are not reported yet."""
         for name in [name for name, handle in self._handles.items() if has_ended(handle)]:
             self._report_end(name)
@@ -64,7 +64,7 @@ class Processes:
         """Report no ends from now on."""
         self._report.clear()
 
-    async def end(self, *, within_s: float) -> None:
+    async def end_all(self, *, within_s: float) -> None:
         """Wait until all processes have ended. Those that still run after `within_s` are killed."""
         for patience_s in (within_s, KILLED_WITHIN_S):
             self._none_left.clear()
@@ -87,7 +87,7 @@ def pid_space() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def children(*names: str, but: Collection[int] = ()) -> dict[str, int]:
+def find_children(*names: str, but: Collection[int] = ()) -> dict[str, int]:
     """Name -> pid of this process's children with these names, as the kernel reports them, without those in `but`."""
     mine = {pid: stat.name for pid, stat in _read_stats().items() if stat.parent == os.getpid() and pid not in but}
     return {name: pid for pid, name in mine.items() if name in names}
@@ -96,7 +96,7 @@ def children(*names: str, but: Collection[int] = ()) -> dict[str, int]:
 def end_descendants(*, but: Collection[int] = ()) -> None:
     """Kill all processes that this one has started, directly or through others, or adopted, except those in `but`."""
     for _ in range(MOST_GENERATIONS):  # a process may start another one before it is killed
-        running = [pid for pid in descendants() if pid not in but]
+        running = [pid for pid in find_descendants() if pid not in but]
         if not running:
             return
         for pid in running:
@@ -105,7 +105,7 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
         time.sleep(KILLED_AFTER_S)
 
 
-def descendants() -> list[int]:
+def find_descendants() -> list[int]:
     """The pids of all processes below this one that have not ended."""
     stats = _read_stats()
     found, parents = [], [os.getpid()]

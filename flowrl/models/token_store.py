@@ -58,7 +58,7 @@ class TokenFile:
             home.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=home, buffering=0)  # noqa: SIM115
         except OSError as problem:
-            raise self._room.refused(problem) from None
+            raise self._room.describe_refused(problem) from None
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -78,10 +78,10 @@ class TokenFile:
     def _write(self) -> None:
         content = np.concatenate(self._parts).astype(np.int32, copy=False).tobytes()
         self._parts, self._gathered = [], 0
-        self._room.require()
+        self._room.require_room()
         try:
             while content:
                 number = self._file.write(content)
                 self._room.num_bytes, content = self._room.num_bytes + number, content[number:]
         except OSError as problem:
-            raise self._room.refused(problem) from None
+            raise self._room.describe_refused(problem) from None

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.text import Text
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, open_to_read, unreadable
+from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, describe_unreadable, open_to_read
 from flowrl.runtime.samples.kept_episodes import FOLDER, EpisodeRow, read_kept
 from flowrl.runtime.samples.rollout_files import SampleRow, find_sample
-from flowrl.runtime.telemetry.standard_streams import shown
+from flowrl.runtime.telemetry.standard_streams import escape_controls
 
 MOST_ALIGNED = 100
 """Lines of texts up to which similar lines are put together: that takes a time of about the square of their number."""
@@ -37,7 +37,10 @@ def rows_text(rows: Sequence[SampleRow]) -> Iterator[Text]:
 
 def sample_text(row: SampleRow) -> Iterator[Text]:
     """One sample."""
-    yield Text(f"{shown(row['sample_id'])}  {_sample_facts(row)}", style="red" if row["state"] == "failed" else "bold")
+    yield Text(
+        f"{escape_controls(row['sample_id'])}  {_sample_facts(row)}",
+        style="red" if row["state"] == "failed" else "bold",
+    )
     yield from _mark_lines("| ", row["prompt"], "dim")
     yield from _mark_lines("> ", row["response"], "cyan")
 
@@ -48,9 +51,11 @@ def pair_text(before: SampleRow, after: SampleRow) -> Iterator[Text]:
         f"step {row['step']}: {'no reward' if row['reward'] is None else format(row['reward'], 'g')}"
         for row in (before, after)
     )
-    yield Text(f"{shown(after['prompt_id'])}  {old}  ->  {new}", style="bold")
+    yield Text(f"{escape_controls(after['prompt_id'])}  {old}  ->  {new}", style="bold")
     yield from _mark_lines("| ", after["prompt"], "dim")
-    lines = _compare_lines(shown(before["response"]).split("\n"), shown(after["response"]).split("\n"))
+    lines = _compare_lines(
+        escape_controls(before["response"]).split("\n"), escape_controls(after["response"]).split("\n")
+    )
     styles = {"- ": "red", "+ ": "green", "  ": ""}
     yield from (Text(line, style=styles[line[:2]]) for line in lines if line[:2] in styles)
     yield Text("")
@@ -85,7 +90,7 @@ def _sample_facts(row: SampleRow) -> str:
 
 
 def _mark_lines(mark: str, text: str, style: str) -> Iterator[Text]:
-    return (Text.assemble((mark, "dim"), (line, style)) for line in shown(text).split("\n"))
+    return (Text.assemble((mark, "dim"), (line, style)) for line in escape_controls(text).split("\n"))
 
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
@@ -157,7 +162,7 @@ def attempt_text(record: Mapping[str, Any]) -> Iterator[Text]:
     if record["metrics"]:
         yield Text("metrics  " + "  ".join(f"{name} {value:g}" for name, value in record["metrics"].items()))
     if record["text"]:
-        yield from (Text(f"! {shown(line)}", style="red") for line in record["text"].split("\n"))
+        yield from (Text(f"! {escape_controls(line)}", style="red") for line in record["text"].split("\n"))
 
 
 def _fed_facts(block: Block, roles: Sequence[list[str]], *, again: bool) -> str:
@@ -185,12 +190,12 @@ def _block_lines(block: Block) -> Iterator[Text]:
     text = Text()
     for number, (piece, version) in enumerate(block.pieces):
         text.append(f"⟨v{version}⟩" if number else "", style="dim")
-        text.append(shown(piece), style=colour(version) if block.sampled else "")
+        text.append(escape_controls(piece), style=version_colour(version) if block.sampled else "")
     mark = "> " if block.sampled else "| "
     return (Text.assemble((mark, "dim"), line) for line in text.split("\n", allow_blank=True))
 
 
-def colour(version: int) -> str:
+def version_colour(version: int) -> str:
     """Neighbouring versions have different colours."""
     return COLOURS[version % len(COLOURS)]
 
@@ -258,13 +263,13 @@ def _open_ledger(run_dir: Path) -> Iterator[sqlite3.Connection]:
         try:
             yield db
         except DAMAGE as problem:
-            raise ConfigError(unreadable(path, problem)) from None
+            raise ConfigError(describe_unreadable(path, problem)) from None
 
 
 HEADS = ("sample", "state", "attempts", "turns", "reward", "ended by")
 
 
-def show(run_dir: Path, sample_id: str | None, console: Console) -> None:
+def show_sample_or_list(run_dir: Path, sample_id: str | None, console: Console) -> None:
     """Print one sample, or the list of the episodes kept. Raises ConfigError if there is nothing to print."""
     lines = _list_episodes(run_dir) if sample_id is None else _show_sample(run_dir, sample_id)
     for line in lines:
@@ -298,7 +303,7 @@ def _episode_row(sample_id: str, records: Sequence[EpisodeRow], state: str) -> t
     reward = "" if last["reward"] is None else f"{last['reward']:g}"
     causes = dict.fromkeys(record["cause"] for record in records if record["cause"])
     ends = ", ".join([*causes, *([last["cut"]] if last["cut"] else [])])
-    return shown(sample_id), state, str(last["attempt"] + 1), str(last["turns"]), reward, ends
+    return escape_controls(sample_id), state, str(last["attempt"] + 1), str(last["turns"]), reward, ends
 
 
 def _align_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -316,7 +321,7 @@ def _show_sample(run_dir: Path, sample_id: str) -> Iterator[Text]:
         hint = f"did you mean {near[0]}?" if near else f"flowrl show {run_dir} lists the episodes that are kept"
         raise ConfigError(f"{run_dir} has no sample {sample_id!r}; {hint}")
     environment = next((f"  {record['environment']}" for record in records if record["environment"]), "")
-    yield Text(f"sample {shown(sample_id)}{environment}", style="bold")
+    yield Text(f"sample {escape_controls(sample_id)}{environment}", style="bold")
     if booked is not None:
         yield from (Text(line) for line in _ledger_lines(booked))
     for record in records:

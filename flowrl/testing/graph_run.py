@@ -54,7 +54,7 @@ class GraphRun:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`, one a batch."""
-        return metrics.read(self.directory / "metrics.jsonl")
+        return metrics.read_lines(self.directory / "metrics.jsonl")
 
     def rows(self, query: str, *arguments: Any) -> list[tuple[Any, ...]]:
         """What an SQL query finds in the ledger."""
@@ -121,9 +121,9 @@ def _find_start(launch: Launch, directory: RunDir, graph: Graph, cluster: Cluste
     version, resume_from = directory.newest_checkpoint() if launch.options.resume else (0, None)
     plan = make_plan(graph, cluster)
     if resume_from is None:
-        launch.describe(directory, plan)
+        launch.write_description(directory, plan)
         return RunStart(directory, plan)
-    versions = resuming.require(resume_from, graph, plan, launch.options.seed)
+    versions = resuming.require_resumable(resume_from, graph, plan, launch.options.seed)
     return RunStart(directory, plan, version, resume_from, versions)
 
 
@@ -132,7 +132,7 @@ def _driven(launch: Launch, start: RunStart, timeout_s: float, clock: VirtualClo
 
     async def drive() -> Outcome:
         async with asyncio.timeout(timeout_s):
-            return await launch.drive(start, cast(Any, LocalCluster()), view)
+            return await launch.drive_run(start, cast(Any, LocalCluster()), view)
 
     try:
         outcome = run_on(HostLoop, drive()) if clock is None else clock.run(drive())

@@ -54,7 +54,7 @@ class RigEngine(ProcessEngine):
         locks, tables = Locks(), LongTables()
         for kind, handler in (
             ("admit", self._admit),
-            ("ledger", lambda host, body: self._noted(self._record.ledger.extend, tables.whole(body["events"]))),
+            ("ledger", lambda host, body: self._noted(self._record.ledger.extend, tables.join_tables(body["events"]))),
             ("progress", lambda host, body: self._noted(self._record.progress.append, body["text"])),
             ("warning", lambda host, body: self._noted(self._record.warnings.append, body["text"])),
             ("statistics", _unused),
@@ -64,8 +64,8 @@ class RigEngine(ProcessEngine):
             ("ended", _unused),
             ("ages", _granted),
             ("step_done", _granted),
-            ("lock", locks.take),
-            ("unlock", locks.release),
+            ("lock", locks.take_lock),
+            ("unlock", locks.release_lock),
         ):
             self.endpoint.on(kind, handler)
 
@@ -146,13 +146,13 @@ class RecordedMeters(Meters):
 
     record: NodeRecord = field(default_factory=NodeRecord)
 
-    def add(self, name: str, value: float) -> None:
-        super().add(name, value)
+    def add_to_counter(self, name: str, value: float) -> None:
+        super().add_to_counter(name, value)
         self.record.metrics[name] = self.counters[name]
         self.record.changed()
 
-    def observe(self, name: str, value: float) -> None:
-        super().observe(name, value)
+    def add_observation(self, name: str, value: float) -> None:
+        super().add_observation(name, value)
         self.record.gauges.setdefault(name, []).append(value)
         self.record.changed()
 

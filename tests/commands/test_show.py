@@ -21,8 +21,8 @@ from flowrl.models.tokens.vocabulary import TokenPieces
 from flowrl.nodes.episodes.episode_reports import fed_roles, spans_of
 from flowrl.runtime.samples import kept_episodes
 from flowrl.runtime.samples.kept_episodes import KeptEpisodes, is_chosen, read_kept, rewind_kept
-from flowrl.runtime.show import attempt_text, show
-from flowrl.runtime.telemetry.standard_streams import shown
+from flowrl.runtime.show import attempt_text, show_sample_or_list
+from flowrl.runtime.telemetry.standard_streams import escape_controls
 from tests.runtime.runs.test_runtime_episodes import play
 
 NOT_CHOSEN = [name for number in range(2000) if not is_chosen(name := f"g:{number}")]
@@ -59,7 +59,7 @@ def record(sample_id: str = "g:0", ended_s: float = 1.0, **fields: Any) -> dict[
 def keep(run_dir: Path, *records: dict[str, Any], number: int = 4, warn: Any = pytest.fail) -> None:
     kept = KeptEpisodes(run_dir, number, warn)
     for one in records:
-        kept.add(one["sample_id"], json.dumps(one).encode(), failed=bool(one["cause"]))
+        kept.add_attempt(one["sample_id"], json.dumps(one).encode(), failed=bool(one["cause"]))
     kept.close()
 
 
@@ -115,11 +115,11 @@ def test_a_full_disk_is_told_once_and_what_comes_after_is_kept(tmp_path: Path) -
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(json.dumps(record())) + 100, hard))
     try:
         for number in range(3):
-            kept.add(f"g:{number}", json.dumps(record(f"g:{number}", number)).encode(), failed=False)
+            kept.add_attempt(f"g:{number}", json.dumps(record(f"g:{number}", number)).encode(), failed=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(told) == 1 and "cannot be written" in told[0]
-    kept.add("g:7", json.dumps(record("g:7", 7)).encode(), failed=False)
+    kept.add_attempt("g:7", json.dumps(record("g:7", 7)).encode(), failed=False)
     kept.close()
     assert kept_ids(tmp_path) == ["g:0", "g:7"]
 
@@ -191,7 +191,7 @@ def test_roles_of_what_was_fed() -> None:
 def printed(run_dir: Path, sample_id: str | None = None, *, terminal: bool = False) -> str:
     out = io.StringIO()
     colours = "standard" if terminal else None
-    show(run_dir, sample_id, Console(file=out, width=120, force_terminal=terminal, color_system=colours))
+    show_sample_or_list(run_dir, sample_id, Console(file=out, width=120, force_terminal=terminal, color_system=colours))
     return out.getvalue()
 
 
@@ -266,7 +266,7 @@ def test_rewritten_contexts_of_a_run_show_every_turn_and_reward_once(tmp_path: P
 
 
 def test_text_of_a_policy_cannot_move_the_cursor() -> None:
-    assert shown("a\x1b[2J\r\u202eb\n\tü🙂") == "a\\x1b[2J\\r\\u202eb\n\tü🙂"
+    assert escape_controls("a\x1b[2J\r\u202eb\n\tü🙂") == "a\\x1b[2J\\r\\u202eb\n\tü🙂"
 
 
 def test_a_run_is_listed_and_an_episode_is_shown_with_its_void_attempts(

@@ -37,7 +37,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import RunFile
-from flowrl.runtime.checkpoints.rundir import locked
+from flowrl.runtime.checkpoints.rundir import lock_directory
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.process import context
 from flowrl.runtime.telemetry import metrics, trace
@@ -192,7 +192,7 @@ def test_an_interrupted_command_goes_on_where_it_stopped(runs: MadeUpRuns, capsy
 
 def test_a_directory_belongs_to_one_tune(runs: MadeUpRuns, capsys: Capture) -> None:
     """A second one emptied the directories of the first one's runs."""
-    with locked(Path("runs/tune-grpo"), option="--run-dir", holder="flowrl tune"):
+    with lock_directory(Path("runs/tune-grpo"), option="--run-dir", holder="flowrl tune"):
         assert tuned(*ON_ONE_CORE) == 2 and not runs.configs
     assert f"is in use by flowrl tune of process {os.getpid()}; wait for it to end" in capsys.readouterr().err
     assert tuned(*ON_ONE_CORE) == 0

@@ -19,7 +19,7 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.load import load_file, shipped_names
 from flowrl.graph.machine import Cluster
 from flowrl.graph.option_types import changed_config, options_of
-from flowrl.runtime.driver.resources import ProcessSlot, environment
+from flowrl.runtime.driver.resources import ProcessSlot, process_environment
 
 ROOT = Path(__file__).parents[2]
 TWO = "1x cpus=2 memory=24"
@@ -140,7 +140,7 @@ def test_threads_follow_the_cores() -> None:
     one = tuned("grpo", TWO, "--generator.cpus", "0.5", "--trainer.cpus", "1.5")
     hosts = {host.name: host for host in check(one.whole, one.cluster).plan.hosts}
     threads = {
-        name: environment(ProcessSlot(name, host.cpus, 0, host.cores))["OMP_NUM_THREADS"]
+        name: process_environment(ProcessSlot(name, host.cpus, 0, host.cores))["OMP_NUM_THREADS"]
         for name, host in hosts.items()
     }
     assert (threads["generator/0"], threads["trainer/0"]) == ("1", "2")

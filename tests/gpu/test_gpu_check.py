@@ -26,7 +26,7 @@ from flowrl.commands.gpu_check.stage_list import LONGEST_S, STAGES, CheckStage
 from flowrl.errors import ConfigError
 from flowrl.machine.orphans import has_ended
 from flowrl.nodes.engine_options import CHANNEL, FP8, LEAST_CAPABILITY
-from flowrl.runtime.checkpoints.rundir import locked
+from flowrl.runtime.checkpoints.rundir import lock_directory
 from tests import warm
 from tests.rigs.run_process import ROOT
 
@@ -161,7 +161,7 @@ def test_a_finished_stage_is_not_repeated_unless_asked(tmp_path: Path, capsys: p
 def test_a_directory_belongs_to_one_gpu_check(tmp_path: Path) -> None:
     """A second one emptied the directories of the first one's stages."""
     options = GpuCheckOptions(out=tmp_path / "new", device="cpu")
-    with locked(options.out, option="--out", holder="flowrl gpu-check"):
+    with lock_directory(options.out, option="--out", holder="flowrl gpu-check"):
         in_use = rf"--out .*new is in use by flowrl gpu-check of process {os.getpid()}; wait for it to end, or name"
         with pytest.raises(ConfigError, match=in_use):
             gpu_check(options, [])

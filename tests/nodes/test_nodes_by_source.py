@@ -6,7 +6,7 @@ from rich.console import Console
 
 from flowrl.graph.load import load_file
 from flowrl.nodes import BestOfN, DynamicSampling, GroupAdvantage, TokenBatch
-from flowrl.runtime.telemetry.view import Board, PlainView, draw, rewards_by_source
+from flowrl.runtime.telemetry.view import Board, PlainView, draw_board, rewards_by_source
 from flowrl.tasks import Task
 from flowrl.testing import run_node, scored
 from tests.nodes.groups import arriving, members
@@ -82,7 +82,7 @@ def test_a_run_prints_them() -> None:
     console = Console(record=True, width=120)
     PlainView(Board("x", "run", None), console).step(record)
     board = Board("x", "run", None)
-    board.add(record)
-    console.print(draw(board))
+    board.add_line(record)
+    console.print(draw_board(board))
     printed = console.export_text()
     assert "  a 0.25" in printed and "a 0.250" in printed

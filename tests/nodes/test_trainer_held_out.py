@@ -10,7 +10,7 @@ import pytest
 
 from flowrl.messages import Batch
 from flowrl.nodes.batch_records import HeldOutFigures
-from flowrl.runtime.telemetry.metrics import EVALUATIONS, Metrics, read
+from flowrl.runtime.telemetry.metrics import EVALUATIONS, Metrics, read_lines
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.testing import NodeRecord, NodeRig
 from tests.nodes.test_trainer_pieces import OneProcessTrainer, batch_of, model_dir
@@ -100,8 +100,8 @@ def test_a_version_is_measured_once() -> None:
 
 def test_the_line_of_the_end_has_the_names_of_metrics(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, Statistics(), roles={})
-    metrics.line({"step": 3})
-    metrics.evaluation("end", 3, {"held_out/loss": 0.5})
+    metrics.write_line({"step": 3})
+    metrics.write_evaluation("end", 3, {"held_out/loss": 0.5})
     metrics.close()
-    ((line),) = read(tmp_path / EVALUATIONS)
+    ((line),) = read_lines(tmp_path / EVALUATIONS)
     assert (line["step"], line["phase"], line["held_out/loss"]) == (3, "end", 0.5)

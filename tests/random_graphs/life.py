@@ -115,7 +115,7 @@ def _live(config: Config, shape: Shape, life: Life, here: Path) -> Ending:
 def _spared() -> Iterator[None]:
     """What takes much of the time of a short run, and is the same in all of them; and the sweeping up after others."""
     with (
-        mock.patch.object(launch, "provenance", lambda file: {}),
+        mock.patch.object(launch, "describe_origin", lambda file: {}),
         mock.patch.object(run_files, "sweep", lambda: None),
         mock.patch.object(engine, "REPORT_EVERY_S", REPORT_EVERY_S),
         mock.patch.object(node, "declared_types", _hints),

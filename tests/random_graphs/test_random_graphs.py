@@ -105,7 +105,7 @@ def _by_the_record_alone(fault: Callable[[], AbstractContextManager[Any]]) -> It
     """Without what the engine itself finds of it, while the run goes on."""
     with (
         mock.patch.object(accounting, "require_fresh", lambda *_: None),
-        mock.patch.object(accounting.Accounting, "unbooked", lambda _: ""),
+        mock.patch.object(accounting.Accounting, "describe_unbooked", lambda _: ""),
         fault(),
     ):
         yield

@@ -18,7 +18,7 @@ from flowrl.graph.machine import Cluster, Machine
 from flowrl.messages import Batch, Group, Scored, ValueQuestion, Values
 from flowrl.models import Policy
 from flowrl.nodes import AdaptiveKL, JoinedAdvantage, TokenBatch, Trainer
-from flowrl.runtime.telemetry.metrics import roles
+from flowrl.runtime.telemetry.metrics import node_roles
 from flowrl.testing import run_node, sample, scored
 from flowrl.training.advantages import Estimate, compute_advantages
 from flowrl.training.loss.objective import LossInputs, Totals
@@ -207,7 +207,7 @@ def test_the_critic_reads_weights_from_host_memory_on_gpus_too() -> None:
 
 
 def test_the_actor_has_the_trainers_place_in_the_metrics() -> None:
-    assert roles(ppo()) == {"generator": "generator", "actor": "trainer"}
+    assert node_roles(ppo()) == {"generator": "generator", "actor": "trainer"}
 
 
 def test_two_models_need_two_names() -> None:

@@ -250,10 +250,10 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
 def test_only_a_full_disk_asks_for_a_larger_one(problem: int, tmp_path: Path) -> None:
     room = DiskRoom("rows", tmp_path)
     room.num_bytes = 3_000_000
-    assert str(room.refused(OSError(problem, "no space"))) == (
+    assert str(room.describe_refused(OSError(problem, "no space"))) == (
         f"rows cannot be kept in {tmp_path} after 3.0 MB (no space); name a directory on a larger disk in FLOWRL_CACHE"
     )
-    assert str(room.refused(OSError(errno.EIO, "I/O error", "a/b"))) == (
+    assert str(room.describe_refused(OSError(errno.EIO, "I/O error", "a/b"))) == (
         f"rows cannot be kept in {tmp_path}, for a/b cannot be read or written (I/O error); name a directory of yours "
         "in FLOWRL_CACHE"
     )

@@ -20,17 +20,17 @@ def test_turns_go_in_order_of_asking() -> None:
         locks, order = Locks(), []
 
         async def take(node: str) -> None:
-            await locks.take("h", ask(node))
+            await locks.take_lock("h", ask(node))
             order.append(node)
-            locks.release("h", ask(node))
+            locks.release_lock("h", ask(node))
 
-        await locks.take("h", ask("first"))
+        await locks.take_lock("h", ask("first"))
         async with asyncio.TaskGroup() as tasks:
             for node in "abc":
                 tasks.create_task(take(node))
             await ticks()
             assert order == []
-            locks.release("h", ask("first"))
+            locks.release_lock("h", ask("first"))
         return order
 
     assert asyncio.run(main()) == ["a", "b", "c"]
@@ -39,13 +39,13 @@ def test_turns_go_in_order_of_asking() -> None:
 def test_a_cancelled_wait_leaves_the_queue() -> None:
     async def main() -> None:
         locks = Locks()
-        await locks.take("h", ask("a"))
-        waiting = asyncio.ensure_future(locks.take("h", ask("b")))
+        await locks.take_lock("h", ask("a"))
+        waiting = asyncio.ensure_future(locks.take_lock("h", ask("b")))
         await ticks()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        locks.release("h", ask("a"))
-        await locks.take("h", ask("c"))
+        locks.release_lock("h", ask("a"))
+        await locks.take_lock("h", ask("c"))
 
     asyncio.run(asyncio.wait_for(main(), 5))
 
@@ -54,12 +54,12 @@ def test_a_cancelled_wait_leaves_the_queue() -> None:
 def test_a_wait_that_is_cancelled_as_its_turn_comes_passes_it_on(cancel_first: bool) -> None:
     async def main() -> None:
         locks = Locks()
-        await locks.take("h", ask("a"))
-        given_up, next_one = (asyncio.ensure_future(locks.take("h", ask(node))) for node in "bc")
+        await locks.take_lock("h", ask("a"))
+        given_up, next_one = (asyncio.ensure_future(locks.take_lock("h", ask(node))) for node in "bc")
         await ticks()
         if cancel_first:
             given_up.cancel()
-        locks.release("h", ask("a"))
+        locks.release_lock("h", ask("a"))
         given_up.cancel()
         await next_one
         assert given_up.cancelled()
@@ -70,12 +70,12 @@ def test_a_wait_that_is_cancelled_as_its_turn_comes_passes_it_on(cancel_first: b
 def test_giving_up_a_wait_does_not_end_another_turn_of_the_same_node() -> None:
     async def main() -> None:
         locks = Locks()
-        await locks.take("h", ask("a") | {"claim": 1})
-        locks.release("h", ask("a") | {"claim": 2})  # its request was cancelled before it was read
-        waiting = asyncio.ensure_future(locks.take("h", ask("b")))
+        await locks.take_lock("h", ask("a") | {"claim": 1})
+        locks.release_lock("h", ask("a") | {"claim": 2})  # its request was cancelled before it was read
+        waiting = asyncio.ensure_future(locks.take_lock("h", ask("b")))
         await ticks()
         assert not waiting.done()
-        locks.release("h", ask("a") | {"claim": 1})
+        locks.release_lock("h", ask("a") | {"claim": 1})
         await waiting
 
     asyncio.run(asyncio.wait_for(main(), 5))
@@ -87,14 +87,14 @@ def test_the_ranks_of_a_gang_hold_a_turn_together() -> None:
 
     async def main() -> list[bool]:
         locks = Locks()
-        await locks.take("h", asks("trainer/0"))
-        reference = asyncio.ensure_future(locks.take("h", asks("reference/0")))
+        await locks.take_lock("h", asks("trainer/0"))
+        reference = asyncio.ensure_future(locks.take_lock("h", asks("reference/0")))
         await ticks()
-        await locks.take("h", asks("trainer/1"))
-        locks.release("h", asks("trainer/0"))
+        await locks.take_lock("h", asks("trainer/1"))
+        locks.release_lock("h", asks("trainer/0"))
         await ticks()
         early = reference.done()
-        locks.release("h", asks("trainer/1"))
+        locks.release_lock("h", asks("trainer/1"))
         await reference
         return [early, reference.done()]
 
@@ -106,7 +106,7 @@ def test_what_a_dead_process_holds_goes_to_the_next() -> None:
         locks, order = Locks(), []
 
         async def take(host: str) -> None:
-            await locks.take(host, {"name": "weights", "claimant": host, "claim": 1})
+            await locks.take_lock(host, {"name": "weights", "claimant": host, "claim": 1})
             order.append(host)
 
         await take("generator/1")
@@ -125,9 +125,9 @@ def test_what_a_dead_process_holds_goes_to_the_next() -> None:
 def test_only_the_holder_ends_a_turn() -> None:
     async def main() -> bool:
         locks = Locks()
-        await locks.take("h", ask("a"))
-        locks.release("h", ask("b"))
-        waiting = asyncio.ensure_future(locks.take("h", ask("c")))
+        await locks.take_lock("h", ask("a"))
+        locks.release_lock("h", ask("b"))
+        waiting = asyncio.ensure_future(locks.take_lock("h", ask("c")))
         await ticks()
         taken = waiting.done()
         waiting.cancel()
@@ -212,12 +212,12 @@ class Link:
         self.locks, self.log = locks, log
 
     async def request(self, host: str, kind: str, body: dict[str, str]) -> None:
-        await self.locks.take(host, body)
+        await self.locks.take_lock(host, body)
         self.log.append(f"{body['claimant']} has it")
 
     def notify(self, host: str, kind: str, body: dict[str, str]) -> None:
         self.log.append(f"{body['claimant']} gives it back")
-        self.locks.release(host, body)
+        self.locks.release_lock(host, body)
 
 
 def test_a_lease_is_held_while_any_turn_is_open() -> None:

@@ -31,8 +31,8 @@ class Driver:
         self.errors: list[BaseException] = []
         self._controls: dict[str, Control] = {}
         self._add("driver")
-        self._controls["driver"].on("lock", self.turns.take)
-        self._controls["driver"].on("unlock", self.turns.release)
+        self._controls["driver"].on("lock", self.turns.take_lock)
+        self._controls["driver"].on("unlock", self.turns.release_lock)
 
     def _add(self, name: str) -> Control:
         def post(to: str, frame: Frame) -> None:

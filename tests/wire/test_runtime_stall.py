@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.runtime.driver.lookout import STALL_S, Standstill, Topology, deadlocked, describe, wait_for_cycle
+from flowrl.runtime.driver.lookout import (
+    STALL_S,
+    Standstill,
+    Topology,
+    describe_reports,
+    find_deadlocked,
+    wait_for_cycle,
+)
 
 TOPOLOGY = Topology(
     producers={"b.inputs": ("a",), "a.replies": ("b",), "c.inputs": ("a",)},
@@ -23,7 +30,7 @@ def report(
 
 
 def stuck(*reports: dict[str, Any], driver: Sequence[str] = ()) -> set[str]:
-    return deadlocked(reports, TOPOLOGY, driver=driver)
+    return find_deadlocked(reports, TOPOLOGY, driver=driver)
 
 
 def test_a_cycle_is_named_edge_by_edge() -> None:
@@ -72,29 +79,35 @@ def test_nodes_that_have_ended_end_no_wait() -> None:
 def test_a_standstill_is_told_again_when_it_has_become_twice_as_long() -> None:
     still, busy = Standstill(), [report("trainer/0", moves=7, alive=["Trainer.run (trainer.py:9)"])]
     times = [0.0, STALL_S - 1, STALL_S, STALL_S + 5, 2 * STALL_S - 1, 2 * STALL_S, 3 * STALL_S, 4 * STALL_S]
-    told = [still.look(busy, at_s) for at_s in times]
+    told = [still.look_for_standstill(busy, at_s) for at_s in times]
     assert told == [None, None, STALL_S, None, None, 2 * STALL_S, None, 4 * STALL_S]
-    assert still.look([report("trainer/0", moves=8)], 5 * STALL_S) is None
-    assert still.look([report("trainer/0", moves=8)], 5 * STALL_S + 1) is None
+    assert still.look_for_standstill([report("trainer/0", moves=8)], 5 * STALL_S) is None
+    assert still.look_for_standstill([report("trainer/0", moves=8)], 5 * STALL_S + 1) is None
 
 
 def test_who_tells_of_progress_does_not_stand_still() -> None:
     still, busy = Standstill(), [report("generator/0", moves=1, alive=["its set-up"])]
-    assert still.look(busy, 0.0) is None
-    still.moved(STALL_S - 1)
-    assert [still.look(busy, at_s) for at_s in (STALL_S, 2 * STALL_S - 2, 2 * STALL_S - 1)] == [None, None, STALL_S]
+    assert still.look_for_standstill(busy, 0.0) is None
+    still.note_move(STALL_S - 1)
+    assert [still.look_for_standstill(busy, at_s) for at_s in (STALL_S, 2 * STALL_S - 2, 2 * STALL_S - 1)] == [
+        None,
+        None,
+        STALL_S,
+    ]
 
 
 def test_a_cycle_is_of_nodes_that_do_nothing_else() -> None:
     """In a run that goes on, nodes wait for each other for moments, and one of them works."""
     b = report("b/0", ("item", "b.inputs", 0.0))
-    assert describe([report("a/0", CREDIT), b], TOPOLOGY).startswith("wait-for cycle:")
-    assert describe([report("a/0", CREDIT, alive=["a step"]), b], TOPOLOGY).startswith("every node:")
-    assert describe([report("a/0", CREDIT), report("a/1", alive=["a step"]), b], TOPOLOGY).startswith("every node:")
+    assert describe_reports([report("a/0", CREDIT), b], TOPOLOGY).startswith("wait-for cycle:")
+    assert describe_reports([report("a/0", CREDIT, alive=["a step"]), b], TOPOLOGY).startswith("every node:")
+    assert describe_reports([report("a/0", CREDIT), report("a/1", alive=["a step"]), b], TOPOLOGY).startswith(
+        "every node:"
+    )
 
 
 def test_what_each_node_does_is_told() -> None:
-    text = describe(
+    text = describe_reports(
         [
             report("a/0", CREDIT),
             report("b/0", ("item", "b.inputs", 3.0), alive=["Judge.ask (judge.py:21)", "a timer"]),

@@ -25,7 +25,7 @@ from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.errors import ConfigError
 from flowrl.machine.orphans import run_program
-from flowrl.runtime.checkpoints.rundir import locked
+from flowrl.runtime.checkpoints.rundir import lock_directory
 from flowrl.runtime.telemetry.standard_streams import print_text
 
 StageOutcome = Literal["ok", "failed", "timed out", "skipped"]
@@ -88,7 +88,7 @@ def gpu_check(options: GpuCheckOptions, stages: Sequence[CheckStage] = STAGES) -
         return 0
     chosen = _chosen(options.only, stages)
     machine = examined(options.device)
-    with locked(options.out, option="--out", holder="flowrl gpu-check"):
+    with lock_directory(options.out, option="--out", holder="flowrl gpu-check"):
         return _checked(options, chosen, stages, machine)
 
 

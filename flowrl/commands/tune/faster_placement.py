@@ -16,7 +16,7 @@ from flowrl.commands.tune.stage_times import StageSize, StageTimes
 from flowrl.commands.tune.tuned_graph import TunedGraph
 from flowrl.commands.tune.tuned_placement import TunedPlacement
 from flowrl.errors import FlowrlError
-from flowrl.runtime.telemetry.metrics import roles
+from flowrl.runtime.telemetry.metrics import node_roles
 
 STEPS = 3
 """Number of steps in a row in which a stage has to be idle."""
@@ -32,7 +32,7 @@ class PlacementAdvice:
 
     def __init__(self, tuned: TunedGraph) -> None:
         self._tuned = tuned
-        self._roles = roles(tuned.whole)
+        self._roles = node_roles(tuned.whole)
         self._replicas = {name: placed.replicas for name, placed in tuned.whole.placed.items() if placed.heavy}
         self._end_s: float | None = None
         """When the last step ended."""

@@ -18,7 +18,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from flowrl.errors import FlowrlError
-from flowrl.runtime.telemetry.metrics import METRICS, read
+from flowrl.runtime.telemetry.metrics import METRICS, read_lines
 
 SKIPPED = 3
 """Number of first steps that are not measured."""
@@ -65,7 +65,7 @@ def measured_step(
     `stages`: node -> (its name in the metrics, its replicas); `trainer`: the node whose batches are the steps. Raises
     FlowrlError if too few steps are left.
     """
-    lines = read(run_dir / METRICS)
+    lines = read_lines(run_dir / METRICS)
     kept = range(SKIPPED, len(lines) - tail)
     if len(kept) < FEWEST:
         raise FlowrlError(f"{run_dir} has {len(lines)} steps; to measure it, {SKIPPED + tail + FEWEST} are needed")

@@ -34,8 +34,8 @@ from flowrl.graph.load import dump_options, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.option_types import changed_config
 from flowrl.graph.run_file import run_file_text
-from flowrl.runtime.checkpoints.rundir import locked, provenance
-from flowrl.runtime.telemetry.metrics import roles
+from flowrl.runtime.checkpoints.rundir import describe_origin, lock_directory
+from flowrl.runtime.telemetry.metrics import node_roles
 from flowrl.runtime.telemetry.standard_streams import print_text
 
 CHOSEN = "chosen.yaml"
@@ -92,7 +92,7 @@ def tune(args: Sequence[str]) -> int:
         print_text(f"flowrl: the given options leave one placement, {found[0].words}", stream=sys.stderr)
     directory = options.run_dir or Path("runs") / f"tune-{prepared.graph.name}"
     _refuse_files(options, directory)
-    with locked(directory, option="--run-dir", holder="flowrl tune"):
+    with lock_directory(directory, option="--run-dir", holder="flowrl tune"):
         with ending_in_order():
             tuning = Tuning(prepared, options, tuned, directory)
             rows = tuning.rows(found, runs)
@@ -217,7 +217,7 @@ class Tuning:
         config.write_text(run_file_text(self.prepared.file.shown, dump_options(cfg)), encoding="utf-8")
         load, left_s = os.getloadavg()[0], self._left_s()
         limit_s = None if self.options.budget is None else left_s
-        public = roles(self.tuned.base)
+        public = node_roles(self.tuned.base)
         stages = {stage.node: (public.get(stage.node, stage.node), stage.size.replicas) for stage in placement.stages}
         try:
             wall_s = run_graph(config, run_dir, steps=self.options.steps, limit_s=limit_s)
@@ -236,7 +236,7 @@ class Tuning:
         """What a measurement depends on besides the graph and its options."""
         return {
             "steps": self.options.steps,
-            "packages": provenance(self.prepared.file.path)["packages"],
+            "packages": describe_origin(self.prepared.file.path)["packages"],
             "machines": [(len(one.cores), one.gpus) for one in self.tuned.cluster.machines],
         }
 

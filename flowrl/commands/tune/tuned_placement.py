@@ -101,7 +101,7 @@ def _stage(graph: Graph, report: Report, name: str) -> PlacedStage:
 
 
 def generates(node: object) -> bool:
-    """Whether a node samples from the policy, by the same rule as in `flowrl.runtime.telemetry.metrics.roles`."""
+    """Whether a node samples from the policy, by the same rule as in `flowrl.runtime.telemetry.metrics.node_roles`."""
     return type(node).__name__.lower().endswith("generator")
 
 

@@ -38,7 +38,7 @@ from flowrl.runtime.audit.audit_seal import SEAL, RowRanges, Seal
 from flowrl.runtime.audit.table_pages import Pages
 from flowrl.runtime.ledger import chain
 from flowrl.runtime.ledger.declared_bounds import COLUMNS, Terms
-from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, open_to_read, read_terms, unreadable
+from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, describe_unreadable, open_to_read, read_terms
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
 from flowrl.runtime.telemetry.metrics import METRICS, whole_lines
 
@@ -90,7 +90,7 @@ FROM tickets t JOIN samples s USING (group_id) GROUP BY ticket ORDER BY ticket
 
 def audit(run_dir: Path) -> AuditReport:
     """Check the records of `run_dir`, all of them. Writes nothing. Raises ConfigError if it has no readable ledger."""
-    return _audit(Path(run_dir), None, sealing=False)
+    return _audit_until_still(Path(run_dir), None, sealing=False)
 
 
 def continue_audit(run_dir: Path, *, whole: bool = False) -> AuditReport:
@@ -103,9 +103,9 @@ def continue_audit(run_dir: Path, *, whole: bool = False) -> AuditReport:
     report = None
     if not whole and (seal := Seal.read(run_dir / SEAL)) is not None:
         with suppress(ConfigError):
-            report = _audit(run_dir, seal, sealing=True)
+            report = _audit_until_still(run_dir, seal, sealing=True)
     if report is None or not report.ok:  # whatever is wrong, a whole audit names it
-        report = _audit(run_dir, None, sealing=True)
+        report = _audit_until_still(run_dir, None, sealing=True)
     if report.seal is not None:
         try:
             report.seal.write(run_dir / SEAL)
@@ -115,7 +115,7 @@ def continue_audit(run_dir: Path, *, whole: bool = False) -> AuditReport:
     return report
 
 
-def _audit(run_dir: Path, seal: Seal | None, *, sealing: bool) -> AuditReport:
+def _audit_until_still(run_dir: Path, seal: Seal | None, *, sealing: bool) -> AuditReport:
     """The audit, again if a resume changed the records meanwhile."""
     if not (run_dir / LEDGER).is_file():
         if (run_dir / METRICS).is_file() or any(run_dir.glob(f"checkpoints/*/{SEGMENTS}")):
@@ -149,7 +149,7 @@ def _audit_once(run_dir: Path, seal: Seal | None, *, sealing: bool) -> AuditRepo
             db.execute("PRAGMA temp_store = MEMORY")
             db.execute("PRAGMA query_only = OFF")  # which temporary tables need, too
             pages = files.enter_context(Pages(run_dir / LEDGER)) if sealing else None
-            if pages is None or not pages.begin(db):
+            if pages is None or not pages.begin_transaction(db):
                 pages, seal = None, None
                 db.execute("BEGIN")
             if seal is None:
@@ -160,7 +160,7 @@ def _audit_once(run_dir: Path, seal: Seal | None, *, sealing: bool) -> AuditRepo
             if lines[: len(before)] != before:  # a run only appends lines, a resume removes some
                 return None
             lost = lost_commits(db, run_dir, checkpoints)
-            return prove(
+            return prove_ledger(
                 db,
                 lines=lines,
                 num_known=len(before),
@@ -170,10 +170,10 @@ def _audit_once(run_dir: Path, seal: Seal | None, *, sealing: bool) -> AuditRepo
                 seal=seal,
             )
         except DAMAGE as error:
-            raise ConfigError(unreadable(run_dir / LEDGER, error)) from None
+            raise ConfigError(describe_unreadable(run_dir / LEDGER, error)) from None
 
 
-def prove(
+def prove_ledger(
     db: sqlite3.Connection,
     *,
     lines: Sequence[str],
@@ -194,13 +194,13 @@ def prove(
         terms = read_terms(db)
     except ValueError as error:
         strange.append(Violation("steps", f"the newest incarnation does not say which nodes train: {error}"))
-    values = _parameters(db, terms)
+    values = _rule_parameters(db, terms)
     incarnations = db.execute(f"SELECT number, first_ticket, {', '.join(COLUMNS)} FROM incarnations ORDER BY number")
     parameters = {"values": values, "incarnations": incarnations.fetchall()}
     (ended,) = db.execute(f"SELECT {ENDED}").fetchone()
     rows = RowRanges.of(db, pages, seal)
     sums = rows.sums
-    sealed = {} if seal is None else seal.holding(db, rows, ended=bool(ended), parameters=parameters)
+    sealed = {} if seal is None else seal.holding_ranges(db, rows, ended=bool(ended), parameters=parameters)
     groups = check_groups(db, values, {table: of.num_rows for table, of in sums.items()}, sealed)
     parts = {name.strip(): value or 0 for name, value in groups.figures.items() if name.startswith("  ")}
     total, unequal = groups.figures["tokens generated"] or 0, list[Violation]()
@@ -214,14 +214,14 @@ def prove(
         *groups.violations,
         *apply_rules(db, RUN_CHECKS, {**values, "since": rows.first_step(db) if sealed else 0}),
         *unequal,
-        *_tickets_out(db, values),
+        *_check_tickets_out(db, values),
         *check_lines(db, values["main"], lines, num_known, lost),
         *check_checkpoints(db, checkpoints or {}, lost),
         *check_chain(db, sums),
     ]
     figures = {name: groups.figures[name] for name in ("samples", "groups")} | {"steps": num_steps}
     figures |= {**groups.figures, "bound": terms.max_staleness}
-    newest = chain.newest(db)
+    newest = chain.read_newest(db)
     if violations or pages is None or newest is None:
         return AuditReport(violations, figures)
     notes = []
@@ -233,7 +233,7 @@ def prove(
     )
 
 
-def _parameters(db: sqlite3.Connection, terms: Terms) -> dict[str, Any]:
+def _rule_parameters(db: sqlite3.Connection, terms: Terms) -> dict[str, Any]:
     """The parameters of the queries: the `main` trainer, whether there are `several`, and lists of nodes as JSON."""
     trainers = terms.trainers or tuple(name for (name,) in db.execute("SELECT DISTINCT trainer FROM steps"))
     lists = {"trainers": terms.trainers, "own_clock": terms.own_clock, "holders": terms.holders}
@@ -241,7 +241,7 @@ def _parameters(db: sqlite3.Connection, terms: Terms) -> dict[str, Any]:
     return {"main": next(iter(trainers), ""), "several": len(trainers) > 1, **texts}
 
 
-def _tickets_out(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violation]:
+def _check_tickets_out(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violation]:
     """Tickets taken while too many were out. A trained group's ticket is out until its version is held everywhere."""
     ahead: list[int] = []
     """A heap: the steps of the tickets that are out."""

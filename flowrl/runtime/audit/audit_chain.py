@@ -45,7 +45,7 @@ def check_chain(db: sqlite3.Connection, found: Mapping[str, Sum]) -> Iterator[Vi
         elif found[table].num_rows != recorded[table][0]:
             num_rows, left = found[table].num_rows, recorded[table][0]
             text = f"the table {table} has {num_rows} rows, but the last commit left {left}: added or removed"
-        elif found[table].row(table) != (table, *recorded[table]):
+        elif found[table].as_row(table) != (table, *recorded[table]):
             text = f"rows of the table {table} differ from what the last commit left: changed"
         else:
             continue
@@ -80,7 +80,7 @@ def lost_commits(db: sqlite3.Connection, run_dir: Path, heads: Mapping[str, str]
 
     A machine that loses its power may lose the end of the WAL. `heads` is the result of `kept_heads`.
     """
-    newest, names = chain.newest(db), sorted(heads, reverse=True)
+    newest, names = chain.read_newest(db), sorted(heads, reverse=True)
     if newest is None or not names:
         return LOST_COMMITS
     for name in names:

@@ -162,9 +162,9 @@ def check_groups(
         for table in TABLES:
             db.execute(f"DROP TABLE temp.{table}")
     if any(num_rows[table] != sum(one.rows[table] for one in done.values()) for table in TABLES):
-        return Groups(list(apply_rules(db, GROUP_CHECKS, values)), _figures(db))
+        return Groups(list(apply_rules(db, GROUP_CHECKS, values)), _query_figures(db))
     violations = [violation for of_check in wrong.values() for violation in of_check]
-    return Groups(violations, _sum([one.figures for one in done.values()]), done)
+    return Groups(violations, _sum_figures([one.figures for one in done.values()]), done)
 
 
 def apply_rules(db: sqlite3.Connection, checks: Iterable[Check], values: Mapping[str, Any]) -> Iterator[Violation]:
@@ -207,7 +207,7 @@ def _check_range(
     bounds = {"first": first, "last": first + TICKETS_AT_ONCE - 1}
     plain = [] if values["several"] else db.execute(PLAIN, {**values, **bounds}).fetchall()
     tickets, num_uses, *columns = zip(*plain, strict=True) if plain else [()] * (2 + len(FIGURES))
-    figures: Figures = {name: _together(name, column) for name, column in zip(FIGURES, columns, strict=True)}
+    figures: Figures = {name: _combine_values(name, column) for name, column in zip(FIGURES, columns, strict=True)}
     rows = dict.fromkeys(TABLES, 0) | {"tickets": len(tickets), "uses": sum(num_uses)}
     rows |= {table: figures[name] or 0 for table, name in COUNTED.items()}
     there = db.execute("SELECT ticket FROM main.tickets WHERE ticket BETWEEN :first AND :last", bounds).fetchall()
@@ -215,7 +215,7 @@ def _check_range(
     if other:
         for table, number in _copy_groups(db, other).items():
             rows[table] += number
-        figures = _sum([figures, _figures(db)])
+        figures = _sum_figures([figures, _query_figures(db)])
         for check in GROUP_CHECKS:
             wrong[check].extend(apply_rules(db, [check], values))
     return GroupRange(figures, rows, len(other))
@@ -245,16 +245,16 @@ def _copy_groups(db: sqlite3.Connection, tickets: Sequence[int]) -> dict[str, in
     return copied
 
 
-def _figures(db: sqlite3.Connection) -> Figures:
-    return {name: _together(name, db.execute(query).fetchone()) for name, query in FIGURES.items()}
+def _query_figures(db: sqlite3.Connection) -> Figures:
+    return {name: _combine_values(name, db.execute(query).fetchone()) for name, query in FIGURES.items()}
 
 
-def _sum(parts: Sequence[Figures]) -> Figures:
+def _sum_figures(parts: Sequence[Figures]) -> Figures:
     """The figures of several parts of a ledger together."""
-    return {name: _together(name, [part[name] for part in parts]) for name in FIGURES}
+    return {name: _combine_values(name, [part[name] for part in parts]) for name in FIGURES}
 
 
-def _together(name: str, values: Iterable[float | None]) -> int | None:
+def _combine_values(name: str, values: Iterable[float | None]) -> int | None:
     known = [value for value in values if value is not None]
     if name == MAX_STALENESS:
         return int(max(known)) if known else None

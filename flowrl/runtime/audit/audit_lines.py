@@ -14,7 +14,7 @@ from typing import Any
 
 from flowrl.runtime.audit.audit_chain import LOST_COMMITS, is_cut_off, missing_heads
 from flowrl.runtime.audit.audit_rules import Violation
-from flowrl.runtime.telemetry.metrics import METRICS, line_hash, parse
+from flowrl.runtime.telemetry.metrics import METRICS, line_hash, parse_line
 
 STEPS = "SELECT CAST(step AS INTEGER), line FROM steps WHERE trainer = ?"
 USES = """
@@ -32,7 +32,7 @@ class Booked:
     staleness: int | None
 
 
-def _booked(db: sqlite3.Connection, trainer: str) -> dict[int, Booked]:
+def _read_booked(db: sqlite3.Connection, trainer: str) -> dict[int, Booked]:
     used = {step: (int(tokens), age) for step, tokens, age in db.execute(USES, (trainer,))}
     return {step: Booked(line, *used.get(step, (0, None))) for step, line in db.execute(STEPS, (trainer,))}
 
@@ -60,12 +60,12 @@ def check_lines(
 
     `lost` explains why the ledger may lack a commit.
     """
-    booked = _booked(db, trainer)
+    booked = _read_booked(db, trainer)
     newest, cut_off = max(booked, default=0), is_cut_off(db)
     whole: list[Line] = []
     for number, text in enumerate(lines, start=1):
         try:
-            line = Line(text, parse(text))
+            line = Line(text, parse_line(text))
         except ValueError as problem:
             yield Violation("metrics", f"{METRICS}:{number} is damaged: {problem}")
             continue
@@ -81,13 +81,14 @@ def check_lines(
     for step in sorted(step for step, of in booked.items() if of.line is not None and step not in there):
         yield Violation("metrics", f"the line of step {step} was written, but it is missing now: removed {BY_OTHERS}")
 
-    yield from _heads(db, [line for line in whole if line.step <= newest], LOST_COMMITS)
-    yield from _heads(db, [line for line in whole if line.step > newest], lost)  # steps that a lost commit has booked
+    yield from _check_heads(db, [line for line in whole if line.step <= newest], LOST_COMMITS)
+    # Later lines are of steps that a lost commit has booked.
+    yield from _check_heads(db, [line for line in whole if line.step > newest], lost)
     for line in whole:
-        yield from _compare(line, booked.get(line.step))
+        yield from _compare_line(line, booked.get(line.step))
 
 
-def _heads(db: sqlite3.Connection, lines: Sequence[Line], lost: str) -> Iterator[Violation]:
+def _check_heads(db: sqlite3.Connection, lines: Sequence[Line], lost: str) -> Iterator[Violation]:
     strange = missing_heads(db, {line.head for line in lines})
     for line in lines:
         if line.head in strange:
@@ -95,7 +96,7 @@ def _heads(db: sqlite3.Connection, lines: Sequence[Line], lost: str) -> Iterator
             yield Violation("metrics", f"{text}: {lost}")
 
 
-def _compare(line: Line, booked: Booked | None) -> Iterator[Violation]:
+def _compare_line(line: Line, booked: Booked | None) -> Iterator[Violation]:
     if booked is None:
         yield Violation("metrics", f"there is a line of step {line.step}, but the ledger does not have this step")
         return

@@ -63,12 +63,12 @@ class RowRanges:
         ranges: dict[str, dict[int, RowRange]] = {}
         changed: dict[str, list[int]] = {}
         for table in ledger_file.TABLES:
-            leaves = None if pages is None else pages.leaves(db, table)
+            leaves = None if pages is None else pages.find_leaves(db, table)
             sealed = {} if seal is None else seal.rows.get(table, {})
             ranges[table], changed[table] = {}, []
             for number in _range_numbers(db, table):
-                first, last = _bounds(number)
-                digest = None if leaves is None else leaves.digest(first, last)
+                first, last = _range_bounds(number)
+                digest = None if leaves is None else leaves.digest_rows(first, last)
                 found = sealed.get(number)
                 if found is None or digest is None or found.pages != digest:
                     rows = db.execute(f"SELECT * FROM main.{table} WHERE rowid BETWEEN ? AND ?", (first, last))
@@ -93,7 +93,7 @@ class RowRanges:
     def first_step(self, db: sqlite3.Connection) -> int:
         """The first step of a use that was read; one after all of them if none was."""
         query = "SELECT MIN(step) FROM main.uses WHERE rowid BETWEEN ? AND ?"
-        found = [db.execute(query, _bounds(number)).fetchone()[0] for number in self.changed["uses"]]
+        found = [db.execute(query, _range_bounds(number)).fetchone()[0] for number in self.changed["uses"]]
         return min((step for step in found if step is not None), default=NO_STEP)
 
     @property
@@ -122,7 +122,7 @@ class Seal:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             body = content["seal"]
-            if content["digest"] != _digest(body) or content["rules"] != _rules():
+            if content["digest"] != _digest_content(body) or content["rules"] != _digest_rules():
                 return None
         except (OSError, ValueError, TypeError, KeyError):
             return None
@@ -135,21 +135,21 @@ class Seal:
     def write(self, path: Path) -> None:
         """Write the seal in place of an older one. Raises OSError."""
         body = asdict(self)
-        write_whole(path, json.dumps({"digest": _digest(body), "rules": _rules(), "seal": body}))
+        write_whole(path, json.dumps({"digest": _digest_content(body), "rules": _digest_rules(), "seal": body}))
 
-    def holding(
+    def holding_ranges(
         self, db: sqlite3.Connection, rows: RowRanges, *, ended: bool, parameters: Mapping[str, Any]
     ) -> dict[int, GroupRange]:
         """The ranges of groups that need no check: none of their rows has changed, nor what the rules depend on."""
         if json.dumps(self.parameters) != json.dumps(parameters):
             return {}
-        changed = {ticket // TICKETS_AT_ONCE * TICKETS_AT_ONCE for ticket in _tickets(db, rows.changed)}
+        changed = {ticket // TICKETS_AT_ONCE * TICKETS_AT_ONCE for ticket in _changed_tickets(db, rows.changed)}
         if ended != self.ended:  # some rules are for runs that have ended; plain groups keep these, too
             changed |= {first for first, one in self.groups.items() if one.num_other}
         return {first: one for first, one in self.groups.items() if first not in changed}
 
 
-def _tickets(db: sqlite3.Connection, changed: Mapping[str, list[int]]) -> Iterator[int]:
+def _changed_tickets(db: sqlite3.Connection, changed: Mapping[str, list[int]]) -> Iterator[int]:
     """The tickets of the groups that have rows in these ranges."""
     for table in TABLES:
         joined = {
@@ -160,7 +160,7 @@ def _tickets(db: sqlite3.Connection, changed: Mapping[str, list[int]]) -> Iterat
             f"SELECT DISTINCT t.ticket FROM {joined} WHERE {'t' if table == 'tickets' else 'o'}.rowid BETWEEN ? AND ?"
         )
         for number in changed[table]:
-            yield from (ticket for (ticket,) in db.execute(query, _bounds(number)))
+            yield from (ticket for (ticket,) in db.execute(query, _range_bounds(number)))
 
 
 def _range_numbers(db: sqlite3.Connection, table: str) -> Iterator[int]:
@@ -174,15 +174,17 @@ def _range_numbers(db: sqlite3.Connection, table: str) -> Iterator[int]:
         ).fetchone()
 
 
-def _bounds(number: int) -> tuple[int, int]:
+def _range_bounds(number: int) -> tuple[int, int]:
     """The first and the last row number of a range."""
     return number * ROWS_AT_ONCE, (number + 1) * ROWS_AT_ONCE - 1
 
 
-def _rules() -> str:
+def _digest_rules() -> str:
     """A digest of everything that a seal vouches for."""
-    return _digest([[[check.kind, check.text, check.query] for check in CHECKS], PLAIN, TICKETS_AT_ONCE, ROWS_AT_ONCE])
+    return _digest_content(
+        [[[check.kind, check.text, check.query] for check in CHECKS], PLAIN, TICKETS_AT_ONCE, ROWS_AT_ONCE]
+    )
 
 
-def _digest(content: Any) -> str:
+def _digest_content(content: Any) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=DIGEST_BYTES).hexdigest()

@@ -4,8 +4,8 @@ A table is a B-tree of pages, whose leaves hold the rows in the order of their n
 (https://www.sqlite.org/fileformat2.html). The walk down reads the inner pages alone, about one page in 300. A page may
 be newer in the write-ahead log (https://www.sqlite.org/walformat.html): its last frame up to the one that the reader's
 transaction sees. While the transaction lasts, neither the log's frames up to there nor the pages that the file has
-instead change. `Pages.begin` learns that frame from the log's index, which must be the same before and after the
-transaction begins.
+instead change. `Pages.begin_transaction` learns that frame from the log's index, which must be the same before and
+after the transaction begins.
 
 Invariant: no file is closed before the connection that reads the ledger. A process that closes a file gives up all its
 locks on it (POSIX), and SQLite's with them, so no other connection of the process may have the ledger open either.
@@ -41,20 +41,20 @@ class Leaves:
         self._pages = pages
         level: list[tuple[int, float]] = [(root, float("inf"))]
         for _ in range(MOST_LEVELS):
-            if pages.kind(level[0][0]) == LEAF:
+            if pages.page_kind(level[0][0]) == LEAF:
                 break
-            level = [child for number, last in level for child in pages.children(number, last)]
+            level = [child for number, last in level for child in pages.page_children(number, last)]
         else:
             raise IndexError
         self._numbers = [number for number, _ in level]
         self._last = [last for _, last in level]
         """The largest row that each leaf may have."""
 
-    def digest(self, first: int, last: int) -> str:
+    def digest_rows(self, first: int, last: int) -> str:
         """The digest of all leaves that can have rows with the numbers `first` to `last`."""
         found = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for number in self._numbers[bisect_left(self._last, first) : bisect_left(self._last, last) + 1]:
-            found.update(self._pages.read(number))
+            found.update(self._pages.read_page(number))
         return found.hexdigest()
 
 
@@ -69,7 +69,7 @@ class Pages:
         """Page -> where the log has it."""
         self.page_bytes = 0
 
-    def begin(self, db: sqlite3.Connection) -> bool:
+    def begin_transaction(self, db: sqlite3.Connection) -> bool:
         """Begin a transaction of `db`, whose pages are meant from now on.
 
         False, and no transaction, if they cannot be told: commits follow each other without a pause, or the log has no
@@ -78,10 +78,10 @@ class Pages:
         (self.page_bytes,) = db.execute("PRAGMA page_size").fetchone()
         has_log = db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
         for _ in range(ATTEMPTS):
-            before = self._index() if has_log else bytes(INDEX_BYTES)
+            before = self._read_index() if has_log else bytes(INDEX_BYTES)
             db.execute("BEGIN")
             db.execute("SELECT COUNT(*) FROM main.sqlite_master").fetchone()  # the first read fixes the snapshot
-            if before is not None and (not has_log or before == self._index()):
+            if before is not None and (not has_log or before == self._read_index()):
                 break
             db.execute("ROLLBACK")
         else:
@@ -89,7 +89,7 @@ class Pages:
         (num_frames,) = struct.unpack_from("=I", before, 16)
         for frame in range(num_frames):
             start = LOG_HEADER + frame * (FRAME_HEADER + self.page_bytes)
-            self._frames[int.from_bytes(self._bytes("-wal", 4, start), "big")] = start + FRAME_HEADER
+            self._frames[int.from_bytes(self._read_bytes("-wal", 4, start), "big")] = start + FRAME_HEADER
         return True
 
     def __enter__(self) -> Self:
@@ -99,7 +99,7 @@ class Pages:
         for file in self._files.values():
             os.close(file)
 
-    def _bytes(self, name: str, size: int, start: int) -> bytes:
+    def _read_bytes(self, name: str, size: int, start: int) -> bytes:
         """Bytes of a file; what the system says of a disk is raised as SQLite does."""
         try:
             if name not in self._files:
@@ -108,15 +108,15 @@ class Pages:
         except OSError as error:
             raise sqlite3.OperationalError(f"{self._path.name}{name}: {error}") from None
 
-    def _index(self) -> bytes | None:
+    def _read_index(self) -> bytes | None:
         """The header of the log's index; None while it is being written, or if there is none."""
         if not Path(f"{self._path}-shm").exists():
             return None
-        header = self._bytes("-shm", 2 * INDEX_BYTES, 0)
+        header = self._read_bytes("-shm", 2 * INDEX_BYTES, 0)
         one, other = header[:INDEX_BYTES], header[INDEX_BYTES:]
         return one if one == other else None
 
-    def leaves(self, db: sqlite3.Connection, table: str) -> Leaves | None:
+    def find_leaves(self, db: sqlite3.Connection, table: str) -> Leaves | None:
         """The leaves of a table; None if its pages are damaged, which SQLite will tell."""
         query = "SELECT rootpage FROM main.sqlite_master WHERE type = 'table' AND name = ?"
         try:
@@ -124,34 +124,34 @@ class Pages:
         except (struct.error, IndexError, OverflowError):
             return None
 
-    def read(self, number: int) -> bytes:
+    def read_page(self, number: int) -> bytes:
         """The bytes of a page; they are counted from 1."""
         start = self._frames.get(number)
         if start is not None:
-            return self._bytes("-wal", self.page_bytes, start)
-        return self._bytes("", self.page_bytes, (number - 1) * self.page_bytes)
+            return self._read_bytes("-wal", self.page_bytes, start)
+        return self._read_bytes("", self.page_bytes, (number - 1) * self.page_bytes)
 
-    def kind(self, number: int) -> int:
+    def page_kind(self, number: int) -> int:
         """What kind of page it is."""
-        return self.read(number)[_header(number)]
+        return self.read_page(number)[_page_header(number)]
 
-    def children(self, number: int, last: float) -> Iterator[tuple[int, float]]:
+    def page_children(self, number: int, last: float) -> Iterator[tuple[int, float]]:
         """The pages below an inner page, with the largest row that each may have; `last` is that of the page itself."""
-        page, header = self.read(number), _header(number)
+        page, header = self.read_page(number), _page_header(number)
         kind, num_cells, rightmost = struct.unpack_from(">BxxHxxxI", page, header)
         if kind != INNER:
             raise IndexError
         for place in struct.unpack_from(f">{num_cells}H", page, header + 12):
-            yield struct.unpack_from(">I", page, place)[0], _varint(page, place + 4)
+            yield struct.unpack_from(">I", page, place)[0], _read_varint(page, place + 4)
         yield rightmost, last
 
 
-def _header(number: int) -> int:
+def _page_header(number: int) -> int:
     """Where the header of a page is: the first page begins with that of the database."""
     return 100 if number == 1 else 0
 
 
-def _varint(page: bytes, start: int) -> int:
+def _read_varint(page: bytes, start: int) -> int:
     """SQLite's integers of variable length, of 64 bits with a sign."""
     value = 0
     for place in range(start, start + 8):

@@ -1,9 +1,9 @@
 """Checkpoints as directories: how one becomes complete, stays intact, and is removed. `snapshots` says what is in it.
 
-A directory becomes a checkpoint by its last rename, after its manifest is written (`manifest.json`); a crash
-during the write leaves the previous checkpoint intact. `step_N` is complete at any time: the directory is written and
-removed under the name `.step_N.tmp`, and a second `step_N` moves the first one to `.step_N.old` until it has replaced
-it. The next run that claims the directory calls `recover`, which finishes or undoes what a crash interrupted. A run
+A directory becomes a checkpoint by its last rename, after its manifest is written (`manifest.json`); a crash during the
+write leaves the previous checkpoint intact. `step_N` is complete at any time: the directory is written and removed
+under the name `.step_N.tmp`, and a second `step_N` moves the first one to `.step_N.old` until it has replaced it. The
+next run that claims the directory calls `recover_checkpoints`, which finishes or undoes what a crash interrupted. A run
 that ends while one of its threads publishes stops the thread and waits for it: after that, nothing writes there.
 
 The manifest has every file of the checkpoint with its size and checksums; it is written last and read first. A
@@ -45,7 +45,7 @@ CHUNK_BYTES = 4 << 20
 THREADS = min(8, os.cpu_count() or 1)
 
 
-def link(source: Path, directory: Path, stop: threading.Event) -> bool:
+def link_files(source: Path, directory: Path, stop: threading.Event) -> bool:
     """Give `directory`, which has no manifest yet, the files that only the checkpoint `source` has, as hard links.
 
     Except the segments of the ledger, which `directory` has all of its own.
@@ -69,7 +69,7 @@ def link(source: Path, directory: Path, stop: threading.Event) -> bool:
     return True
 
 
-def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
+def publish_checkpoint(temporary: Path, final: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
     """Make a finished directory the checkpoint `final`, durably; replaces a checkpoint of that name.
 
     The manifest contains `facts`. Blocks until everything is on the disk. Setting `stop` raises
@@ -89,7 +89,7 @@ def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: thread
         _settle_aside(final)
 
 
-def recover(checkpoints: Path) -> None:
+def recover_checkpoints(checkpoints: Path) -> None:
     """Restore or remove the remains of a run that was killed while it wrote, replaced or removed a checkpoint.
 
     No other run may write there: the caller holds the run directory's lock.
@@ -121,7 +121,7 @@ def steps_of(checkpoints: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
-def prune(checkpoints: Path, keep: int, *, spared: Collection[int] = ()) -> None:
+def prune_checkpoints(checkpoints: Path, keep: int, *, spared: Collection[int] = ()) -> None:
     """Remove all but the newest `keep` checkpoints and those of the steps `spared`; `keep` 0 keeps all."""
     for step, path in steps_of(checkpoints)[:-keep] if keep else []:
         if step not in spared:

@@ -1,8 +1,8 @@
 """Resuming a run: checks whether a graph can continue from a checkpoint, and rewinds the run's files to it.
 
 A checkpoint holds the messages in transit between the nodes, made under the numbers of its graph. Another graph can
-continue from it if that breaks no guarantee: `require` compares the two by name before anything starts, and refuses
-all other changes with a message. What may change:
+continue from it if that breaks no guarantee: `require_resumable` compares the two by name before anything starts, and
+refuses all other changes with a message. What may change:
 
 - more tickets and a larger bound, because the groups in flight were admitted under stricter ones;
 - `on_limit` from "wait" to "mask" under the same rule, but not back: in a masking run nothing orders the groups in
@@ -12,8 +12,8 @@ all other changes with a message. What may change:
 - everything that the messages in transit do not depend on: rates, prices, evaluations, records.
 
 The run's files are unchanged until the run can begin, that is, until all processes are set up and have the checkpoint's
-states and messages. Then `rewind` rewinds the files. If the run is killed at any point, `--resume` starts again from
-the same checkpoint, and a fresh run in the directory is refused.
+states and messages. Then `rewind_run` rewinds the files. If the run is killed at any point, `--resume` starts again
+from the same checkpoint, and a fresh run in the directory is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flowrl.runtime.ledger.ledger_segments import any_in_flight, last_commit_s, 
 from flowrl.runtime.samples.kept_episodes import rewind_kept
 from flowrl.runtime.samples.rollout_files import rewind_rollouts
 from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS
-from flowrl.runtime.telemetry.metrics import rewind as rewind_metrics
+from flowrl.runtime.telemetry.metrics import rewind_lines as rewind_metrics
 from flowrl.wire.encoding.codec import load_value
 
 DAMAGED = ".damaged"
@@ -46,12 +46,12 @@ Described = Mapping[str, Any]
 """A graph as described in graph.json."""
 
 
-def facts(version: int, plan: Plan, seed: int) -> dict[str, Any]:
-    """The facts about a run that its checkpoint stores for `require`."""
+def resume_facts(version: int, plan: Plan, seed: int) -> dict[str, Any]:
+    """The facts about a run that its checkpoint stores for `require_resumable`."""
     return {"version": version, "seed": seed, "graph": plan.to_json()}
 
 
-def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> dict[str, int]:
+def require_resumable(directory: Path, graph: Graph, plan: Plan, seed: int) -> dict[str, int]:
     """Raise ConfigError with every reason why `graph` cannot continue from the checkpoint in `directory`.
 
     Returns the version from which each trainer continues.
@@ -195,7 +195,7 @@ def lacks_evaluation(directory: Path, graph: Graph, version: int) -> bool:
     return "after" not in phases_evaluated(directory, version)
 
 
-def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
+def rewind_run(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
     """Rewind the records of a run to the checkpoint in `directory`; no process may have them open.
 
     `terms` are the terms of the run from here on; the ledger contains them from the first commit of the resumed run on.
@@ -210,7 +210,7 @@ def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
             path.replace(aside)
     if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
         (run_dir / BEST).unlink()
-    ledger_file.restore(directory, run_dir / LEDGER, terms)  # first: it shows that lines must follow
+    ledger_file.restore_ledger(directory, run_dir / LEDGER, terms)  # first: it shows that lines must follow
     # An evaluation of `version` may have ended after the checkpoint was written: then the ledger lacks its answers.
     for records, phases in ((METRICS, None), (EVALUATIONS, phases_evaluated(directory, version))):
         if (run_dir / records).exists():

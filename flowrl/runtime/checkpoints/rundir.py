@@ -64,7 +64,7 @@ class DirectoryLock:
         self.release()
         raise ConfigError(problem)
 
-    def sign(self) -> None:
+    def sign_lock(self) -> None:
         """Write this process's number into the file."""
         self._file.truncate(0)
         self._file.write(str(os.getpid()))
@@ -75,21 +75,21 @@ class DirectoryLock:
 
 
 @contextmanager
-def locked(directory: Path, *, option: str, holder: str) -> Iterator[None]:
+def lock_directory(directory: Path, *, option: str, holder: str) -> Iterator[None]:
     """The directory, created and locked. Raises ConfigError if another process has it, or if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = DirectoryLock(directory, option=option, holder=holder)
-        lock.sign()
+        lock.sign_lock()
     except OSError as error:
-        raise unwritable(directory, error, option=option) from None
+        raise describe_unwritable(directory, error, option=option) from None
     try:
         yield
     finally:
         lock.release()
 
 
-def unwritable(directory: Path, error: OSError, *, option: str = "--run-dir") -> ConfigError:
+def describe_unwritable(directory: Path, error: OSError, *, option: str = "--run-dir") -> ConfigError:
     """The problem of a directory in which nothing can be created."""
     return ConfigError(f"{option} {directory} cannot be written: {error.strerror}; name another")
 
@@ -129,7 +129,7 @@ PRIVATE = 0o077
 
 
 @contextmanager
-def writing(run_dir: Path) -> Iterator[None]:
+def convert_write_errors(run_dir: Path) -> Iterator[None]:
     """Convert every failure to write in `run_dir` (disk full, missing permissions, a lost mount) to a FlowrlError."""
     try:
         yield
@@ -142,7 +142,7 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def private() -> Iterator[None]:
+def make_files_private() -> Iterator[None]:
     """Files that this process and its children create inside are accessible only to the user."""
     before = os.umask(PRIVATE)
     try:
@@ -173,7 +173,7 @@ class RunDir:
         """The damaged checkpoints that are newer than the one found, each with its defect."""
 
     @classmethod
-    def claimed(cls, path: Path, *, resume: bool = False, goes_on: bool = False) -> RunDir:
+    def open_claimed(cls, path: Path, *, resume: bool = False, goes_on: bool = False) -> RunDir:
         """The directory, created and locked. Raises ConfigError as `claim` does."""
         directory = cls(path)
         directory.goes_on = goes_on
@@ -185,14 +185,14 @@ class RunDir:
         return directory
 
     @staticmethod
-    def fresh(graph_name: str) -> Path:
+    def name_fresh(graph_name: str) -> Path:
         """The directory of a run for which the user names none."""
         return Path("runs") / f"{graph_name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     @classmethod
     def claimed_fresh(cls, graph_name: str) -> RunDir:
         """A new directory, created and locked: runs that start in the same second have one each."""
-        path = first = cls.fresh(graph_name)
+        path = first = cls.name_fresh(graph_name)
         for number in itertools.count(2):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,9 +201,9 @@ class RunDir:
                 path = first.with_name(f"{first.name}-{number}")
                 continue
             except OSError as error:
-                raise unwritable(path, error) from None
+                raise describe_unwritable(path, error) from None
             break
-        directory = cls.claimed(path)
+        directory = cls.open_claimed(path)
         directory._made = True
         return directory
 
@@ -227,7 +227,7 @@ class RunDir:
             self.checkpoints.mkdir(mode=0o700, exist_ok=True)
             self._lock = DirectoryLock(self.path, option="--run-dir", holder="the run")
         except OSError as error:
-            raise unwritable(self.path, error) from None
+            raise describe_unwritable(self.path, error) from None
         if not (resume or self.goes_on) and (
             (self.path / "ledger.sqlite").exists() or checkpoint.steps_of(self.checkpoints)
         ):
@@ -235,9 +235,9 @@ class RunDir:
                 f"--run-dir {self.path} holds a finished or interrupted run; continue it with --resume, or name another"
             )
         self._made = made
-        with writing(self.path):
-            self._lock.sign()
-            checkpoint.recover(self.checkpoints)
+        with convert_write_errors(self.path):
+            self._lock.sign_lock()
+            checkpoint.recover_checkpoints(self.checkpoints)
 
     def release(self) -> None:
         """Release the directory; remove it if it was created for a run that never started."""
@@ -282,8 +282,8 @@ class RunDir:
         recorded = self._read_config()
         if "config" not in recorded:
             raise _damaged_config(self.path / CONFIG, "it has no config")
-        before = dict(leaves(recorded["config"]))
-        now = dict(leaves(json.loads(json.dumps(config))))
+        before = dict(flatten_config(recorded["config"]))
+        now = dict(flatten_config(json.loads(json.dumps(config))))
         return [
             f"{name}: {now.get(name)!r}, was {before.get(name)!r}"
             for name in sorted(before | now)
@@ -298,9 +298,9 @@ class RunDir:
         found: dict[str, str] = self._read_config().get("hub", {})
         return found
 
-    def write(self, name: str, content: Mapping[str, Any]) -> None:
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file completely or not at all."""
-        with writing(self.path):
+        with convert_write_errors(self.path):
             write_whole(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def _read_config(self) -> Mapping[str, Any]:
@@ -315,13 +315,13 @@ class RunDir:
         return found
 
 
-def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_config(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of every field below `config`."""
     if not isinstance(config, Mapping):
         yield name, config
         return
     for key, value in config.items():
-        yield from leaves(value, f"{name}.{key}" if name else str(key))
+        yield from flatten_config(value, f"{name}.{key}" if name else str(key))
 
 
 def _damaged_config(path: Path, why: str) -> ConfigError:
@@ -330,7 +330,7 @@ def _damaged_config(path: Path, why: str) -> ConfigError:
     )
 
 
-def provenance(graph_file: Path) -> dict[str, Any]:
+def describe_origin(graph_file: Path) -> dict[str, Any]:
     """Package versions, Python, machine and git commit: everything besides its config that a result depends on."""
     versions = {}
     for package in PACKAGES:

@@ -84,7 +84,7 @@ class Snapshot:
     records: dict[ItemKey, Record] = field(default_factory=dict)
     """Item in progress -> the record that its node keeps with it."""
 
-    def add(self, part: Mapping[str, Any]) -> None:
+    def add_part(self, part: Mapping[str, Any]) -> None:
         """Add a process's answer to "snapshot"."""
         self.parts.update({(edge, key): parts for edge, key, parts in part["parts"]})
         self.ended.update((port, key) for port, key in part["ended"])
@@ -95,7 +95,7 @@ class Snapshot:
         self.cursors.update(part["cursors"])
         self.states.update({replica_id: bytes(state) for replica_id, state in part["states"].items()})
 
-    def take(self, saved: Iterable[SavedMessage]) -> None:
+    def add_saved(self, saved: Iterable[SavedMessage]) -> None:
         """Add messages and records of a process. A record has its item's in port as edge, and its item's id."""
         for one in saved:
             _, edge, _, envelope = one
@@ -133,20 +133,20 @@ class Snapshot:
         return body
 
 
-def pages(saved: Iterable[SavedMessage]) -> Iterator[list[Any]]:
+def pack_pages(saved: Iterable[SavedMessage]) -> Iterator[list[Any]]:
     """The packed messages and records, in pages of about PAGE_BYTES.
 
     Records are packed at once, because the work that they describe continues. Messages never change, so each is packed
     when its page is built.
     """
-    kept = [(place, pack(one) if isinstance(one.body, Record) else one) for *place, one in saved]
+    kept = [(place, pack_envelope(one) if isinstance(one.body, Record) else one) for *place, one in saved]
 
     def build_pages() -> Iterator[list[Any]]:
         page: list[Any] = []
         num_bytes = 0
         for place, one in kept:
-            *head, body = pack(one) if isinstance(one, Envelope) else one
-            page.append((*place, (*head, beside(body))))
+            *head, body = pack_envelope(one) if isinstance(one, Envelope) else one
+            page.append((*place, (*head, as_frame(body))))
             num_bytes += len(body)
             if num_bytes >= PAGE_BYTES or len(page) == PAGE_MESSAGES:
                 yield page
@@ -157,7 +157,7 @@ def pages(saved: Iterable[SavedMessage]) -> Iterator[list[Any]]:
     return build_pages()
 
 
-def unpage(page: Iterable[Any]) -> list[SavedMessage]:
+def unpack_page(page: Iterable[Any]) -> list[SavedMessage]:
     """The messages of a page."""
     return [
         (producer, edge, consumer, Envelope(key, ticket, group_id, member, load_message(body)))
@@ -165,16 +165,16 @@ def unpage(page: Iterable[Any]) -> list[SavedMessage]:
     ]
 
 
-def beside(data: bytes) -> npt.NDArray[np.uint8]:
+def as_frame(data: bytes) -> npt.NDArray[np.uint8]:
     """`data` as an array: arrays of any size travel in separate frames, outside the body of an answer or request."""
     return np.frombuffer(data, np.uint8)
 
 
-def pack(envelope: Envelope) -> Packed:
+def pack_envelope(envelope: Envelope) -> Packed:
     return envelope.id, envelope.ticket, envelope.group_id, envelope.member, dump_value(envelope.body)
 
 
-def made(messages: Iterable[SavedMessage]) -> tuple[set[str], set[str]]:
+def samples_in(messages: Iterable[SavedMessage]) -> tuple[set[str], set[str]]:
     """Ids of the samples in these messages, and ids of those samples that have a reward."""
     bodies = [envelope.body for *_, envelope in messages]
     samples = [s for body in bodies for s in getattr(body, "samples", (body,)) if isinstance(s, Sample)]
@@ -195,7 +195,7 @@ def write_state(directory: Path, snapshot: Snapshot, facts: Mapping[str, Any]) -
     content = {
         "format": FORMAT,
         "facts": dict(facts),
-        "messages": [(*place, pack(envelope)) for *place, envelope in snapshot.unfinished()],
+        "messages": [(*place, pack_envelope(envelope)) for *place, envelope in snapshot.unfinished()],
         "sent": list(snapshot.sent | (snapshot.sent_before - snapshot.left_out)),
         "cursors": snapshot.cursors,
         "states": snapshot.states,
@@ -218,7 +218,7 @@ def read_state(directory: Path) -> dict[str, Any]:
         _require_all(int, content["format"])
         if content["format"] != FORMAT:
             raise ConfigError(f"{directory}: checkpoint format {content['format']}, but this flowrl reads {FORMAT}")
-        content["messages"] = unpage(content["messages"])
+        content["messages"] = unpack_page(content["messages"])
         for producer, edge, consumer, envelope in content["messages"]:
             name, replica = producer.split("/")
             out, into = edge.split(" -> ")

@@ -24,7 +24,7 @@ from flowrl.graph.graph import Graph
 from flowrl.hub import forget_commits, take_commits
 from flowrl.machine.disk import user_path
 from flowrl.runtime.checkpoints.checkpoint import steps_of
-from flowrl.runtime.checkpoints.rundir import RunDir, leaves
+from flowrl.runtime.checkpoints.rundir import RunDir, flatten_config
 from flowrl.runtime.samples.rollout_files import columns_of, rollout_files
 from flowrl.runtime.samples.sample_notes import SampleRecord
 
@@ -62,7 +62,7 @@ class UnfinishedEvaluation:
             return None
         if not all(hasattr(node, "asked_rows") for node in asking):
             return None
-        found = dict(leaves(json.loads(json.dumps(config))))
+        found = dict(flatten_config(json.loads(json.dumps(config))))
         options = {name: value for name, value in found.items() if not name.startswith(ELSEWHERE)}
         return cls(graph, options, dict(_stamp_files(options)))
 
@@ -71,13 +71,13 @@ class UnfinishedEvaluation:
         """Whether the directory contains such an evaluation that has not ended."""
         return run_dir is not None and (run_dir / UNFINISHED).is_file()
 
-    def directory(self, named: Path | None) -> RunDir:
+    def claim_directory(self, named: Path | None) -> RunDir:
         """The claimed directory of the run: that of an unfinished evaluation with the same answers, if there is one
         (`named`, or else the newest in `runs/`). Raises ConfigError if the answers in `named` differ."""
         if named is None:
             return self._find_unfinished() or RunDir.claimed_fresh(self.graph.name)
         if self.is_in(named):
-            directory = RunDir.claimed(named, goes_on=True)
+            directory = RunDir.open_claimed(named, goes_on=True)
             if others := self._find_differences(directory):
                 directory.release()
                 raise ConfigError(
@@ -85,13 +85,13 @@ class UnfinishedEvaluation:
                     f"{'; '.join(others)}; name another directory, or remove that one"
                 )
             return directory
-        return RunDir.claimed(named)
+        return RunDir.open_claimed(named)
 
     def _find_unfinished(self) -> RunDir | None:
         begun = Path("runs").glob(f"{self.graph.name}-*/{UNFINISHED}")
         for path in sorted((path.parent for path in begun), reverse=True):
             try:
-                directory = RunDir.claimed(path, goes_on=True)
+                directory = RunDir.open_claimed(path, goes_on=True)
             except ConfigError:  # in use, or not writable
                 continue
             if rollout_files(path) and not self._find_differences(directory):
@@ -122,17 +122,17 @@ class UnfinishedEvaluation:
                 found |= {f"{name}/{asked}": digest for asked, digest in node.asked_rows().items()}
         return found
 
-    def begin(self, directory: RunDir) -> None:
+    def mark_begun(self, directory: RunDir) -> None:
         """Write what the answers depend on; remove ledger, metrics, trace and checkpoints of an earlier run."""
         for name in BEGIN_ANEW:
             (directory.path / name).unlink(missing_ok=True)
         for _, made in steps_of(directory.checkpoints):
             rmtree(made)
         content = {"options": self.options, "files": self.files, "rows": self._digest_rows()}
-        directory.write(UNFINISHED, content)
+        directory.write_json(UNFINISHED, content)
 
     @staticmethod
-    def end(directory: RunDir) -> None:
+    def mark_ended(directory: RunDir) -> None:
         """The evaluation has ended."""
         (directory.path / UNFINISHED).unlink(missing_ok=True)
 

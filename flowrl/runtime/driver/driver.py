@@ -29,7 +29,7 @@ from typing import Any, Self
 from flowrl.errors import FlowrlError, LaneFailed, Stalled
 from flowrl.graph.analysis.branches import may_end
 from flowrl.runtime.checkpoints import checkpoint, snapshots
-from flowrl.runtime.checkpoints.rundir import writing
+from flowrl.runtime.checkpoints.rundir import convert_write_errors
 from flowrl.runtime.driver.job import Job, RunState
 from flowrl.runtime.driver.locks import BatchEnd, Locks
 from flowrl.runtime.driver.lookout import LOOK_EVERY_S, Lookout, Topology
@@ -128,7 +128,7 @@ class Driver:
     async def _run_phases(self) -> Evaluations:
         """Everything between the first process and the last record; the first failure ends it."""
         await first_failure(self._start_processes(), self._broken)
-        watch = asyncio.create_task(self.lookout.watch(LOOK_EVERY_S))
+        watch = asyncio.create_task(self.lookout.watch_run(LOOK_EVERY_S))
         lines = asyncio.create_task(self.records.write_lines(lambda: self.orders.ask_all("report")))
         try:
             evaluations: Evaluations = await first_failure(self._run_nodes(), watch, lines, self._broken)
@@ -136,10 +136,10 @@ class Driver:
             await first_failure(lines, watch, self._broken)
             if self._broken.done():  # while the last work ended
                 self._broken.result()
-            if mistake := self.records.accounting.unbooked():
+            if mistake := self.records.accounting.describe_unbooked():
                 raise FlowrlError(mistake)
         except Stalled as error:
-            raise Stalled("\n".join(filter(None, [self.records.accounting.unbooked(), str(error)]))) from None
+            raise Stalled("\n".join(filter(None, [self.records.accounting.describe_unbooked(), str(error)]))) from None
         finally:
             watch.cancel()
             lines.cancel()
@@ -157,7 +157,7 @@ class Driver:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
-    def unretrieved(self, context: Mapping[str, Any]) -> None:
+    def fail_unretrieved(self, context: Mapping[str, Any]) -> None:
         """The event loop's exception handler."""
         error = context.get("exception")
         self.fail(error if isinstance(error, Exception) else FlowrlError(str(context["message"])))
@@ -230,12 +230,12 @@ class Driver:
         for kind, handler in (
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
             ("statistics", self.records.add_statistics),
-            ("episode", lambda host, body: self.records.episodes.add(**body)),
-            ("samples", lambda host, body: self.records.samples.add(body)),
+            ("episode", lambda host, body: self.records.episodes.add_attempt(**body)),
+            ("samples", lambda host, body: self.records.samples.add_records(body)),
             ("judged", self.records.add_judged),
             ("give up", lambda host, body: self._notify_all("give up", body)),
-            ("lock", self._locks.take),
-            ("unlock", self._locks.release),
+            ("lock", self._locks.take_lock),
+            ("unlock", self._locks.release_lock),
             ("step_done", batch_end.arrive),
             ("ended", lambda host, body: self.phases.has_ended(body["replica_id"])),
         ):
@@ -245,16 +245,16 @@ class Driver:
         self._send_trace_level(trace.OFF if self.records.trace is None else self.records.trace.level)
 
     async def _run_nodes(self) -> Evaluations:
-        with self.lookout.doing("the set-up of the nodes"):
-            await self.hosts.ask("setup")
+        with self.lookout.note_work("the set-up of the nodes"):
+            await self.hosts.ask_processes("setup")
 
             # All processes are set up: open the run's files, rewound to the checkpoint if the run resumes.
             messages = await self.checkpoints.put_back()
-            with writing(self.job.run_dir):
+            with convert_write_errors(self.job.run_dir):
                 await asyncio.to_thread(self.job.rewind)
                 self.records.open(self._endpoint, self.stop_early)
             self.lookout.accounting = accounting = self.records.accounting
-            accounting.kept(*snapshots.made(messages), snapshots.kept_requests(messages))
+            accounting.note_kept(*snapshots.samples_in(messages), snapshots.kept_requests(messages))
             if (source := self.job.resume_from) is not None:
                 self.view.progress("driver", f"resumed from {source.name}: {len(messages)} messages in flight")
         await self.phases.hold_resumed()
@@ -290,7 +290,7 @@ class Driver:
         for replica_id in replica_ids:
             self.records.accounting.consumer_died(replica_id)
             self.phases.has_ended(replica_id)
-            self.records.statistics.lost(replica_id, GENERATORS_LOST, time.monotonic())
+            self.records.statistics.note_lost(replica_id, GENERATORS_LOST, time.monotonic())
         self._notify_all("lost", {"host": host, "reason": reason, "replica_ids": list(replica_ids)})
         names = ", ".join(replica_ids)
         self.view.warning(f"{names}: out of service, its requests go to the other replicas: {reason}")
@@ -302,7 +302,7 @@ class Driver:
 
     async def _do_what_is_due(self, version: int) -> None:
         """The trainers wait at the end of the batch that made `version`."""
-        await self.records.accounting.bookings.done()
+        await self.records.accounting.bookings.wait_for_jobs()
         await self.phases.wait_for_readers(version)
         if self.checkpoints.clock.is_due(version):
             await self.checkpoints.at_batch_end(version)
@@ -345,8 +345,8 @@ class RunSignals:
 
     def __enter__(self) -> Self:
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        loop.add_signal_handler(signal.SIGINT, self._stop, self._driver.interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self._stop, self._driver.terminate)
+        loop.add_signal_handler(signal.SIGINT, self._stop_in_order, self._driver.interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._stop_in_order, self._driver.terminate)
         loop.add_signal_handler(signal.SIGUSR1, self._show_waits)
         if self._hangs_up:
             gone = "the terminal is gone (SIGHUP); the run goes on, and SIGTERM ends it in order"
@@ -365,7 +365,7 @@ class RunSignals:
         else:
             self._driver.end_in_time(reason)
 
-    def _stop(self, begin: Callable[[], None]) -> None:
+    def _stop_in_order(self, begin: Callable[[], None]) -> None:
         if self._driver.begun and not (self._at_once or self._signalled):
             self._signalled = True
             begin()
@@ -381,7 +381,7 @@ class RunSignals:
 
     def _show_waits(self) -> None:
         async def report() -> None:
-            self._view.warning(await self._driver.lookout.describe())
+            self._view.warning(await self._driver.lookout.describe_now())
 
         task = asyncio.get_running_loop().create_task(report())
         self._describing.add(task)

@@ -29,7 +29,13 @@ from flowrl.graph.machine import Cluster, raise_limit
 from flowrl.hub import pinned_commits, take_commits
 from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.checkpoints import resume
-from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, read_best, writing
+from flowrl.runtime.checkpoints.rundir import (
+    RunDir,
+    convert_write_errors,
+    describe_origin,
+    make_files_private,
+    read_best,
+)
 from flowrl.runtime.checkpoints.unfinished_evaluation import UnfinishedEvaluation
 from flowrl.runtime.driver.driver import RunSignals
 from flowrl.runtime.driver.job import RunOptions, check_options
@@ -38,7 +44,7 @@ from flowrl.runtime.driver.resources import process_slots
 from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.samples.sample_notes import SampleShare
 from flowrl.runtime.telemetry.sinks import require_logins
-from flowrl.runtime.telemetry.standard_streams import LastingOutput, say
+from flowrl.runtime.telemetry.standard_streams import LastingOutput, print_line
 
 if TYPE_CHECKING:
     from flowrl.runtime.audit.audit import AuditReport
@@ -112,10 +118,10 @@ class Launch:
         """The claimed directory of the run: a new one, or that of the run that is continued."""
         named, resume = self.options.run_dir, self.options.resume
         if self.unfinished is not None and (self.unfinished.is_in(named) or not resume):
-            return self.unfinished.directory(named)
+            return self.unfinished.claim_directory(named)
         if named is None and not resume:
             return RunDir.claimed_fresh(self.called or self.graph.name)
-        return RunDir.claimed(named or RunDir.fresh(self.graph.name), resume=resume)
+        return RunDir.open_claimed(named or RunDir.name_fresh(self.graph.name), resume=resume)
 
     @cached_property
     def unfinished(self) -> UnfinishedEvaluation | None:
@@ -145,7 +151,7 @@ class Launch:
         plan = make_plan(self.graph, machines)
         versions: dict[str, int] = {}
         if resume_from is not None:
-            versions = resume.require(resume_from, self.graph, plan, self.options.seed)
+            versions = resume.require_resumable(resume_from, self.graph, plan, self.options.seed)
             take_commits(directory.hub_commits())
             read_best(directory.path, newest_step=version)  # a damaged one is refused before anything starts
         findings = preflight(self.graph, self.graph_file)
@@ -166,11 +172,11 @@ class Launch:
             assert resume_from is not None
             view.warning(f"checkpoint {problem}; it is put aside, and the run continues from {resume_from.name}")
         try:
-            with private():
+            with make_files_private():
                 if resume_from is None:
-                    self.describe(directory, plan)
+                    self.write_description(directory, plan)
                     if self.unfinished is not None:
-                        self.unfinished.begin(directory)
+                        self.unfinished.mark_begun(directory)
                 if not cluster.started:
                     view.progress("driver", "starting Ray")
                     num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
@@ -184,13 +190,13 @@ class Launch:
                     )
                 start = RunStart(directory, plan, version, resume_from, versions)
                 try:
-                    outcome = asyncio.run(self.drive(start, cluster, view))
+                    outcome = asyncio.run(self.drive_run(start, cluster, view))
                 except asyncio.CancelledError:  # a second interrupt
                     raise KeyboardInterrupt from None
         finally:
             view.close()
         if self.unfinished is not None:
-            self.unfinished.end(directory)
+            self.unfinished.mark_ended(directory)
         cluster.stop()  # others may use its GPUs while this process audits the ledger
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
 
@@ -207,7 +213,7 @@ class Launch:
         told = sys.stderr
 
         def say_lost(error: OSError) -> None:
-            say(
+            print_line(
                 f"flowrl: the output of the run cannot be written ({error.strerror or error}); the run goes on without "
                 f"it, and its records go to {run_dir}",
                 told,
@@ -233,7 +239,7 @@ class Launch:
         return math.inf if hours is None else 3600 * hours - (time.monotonic() - self.started_s)
 
     @contextmanager
-    def limit(self, stop: Callable[[str], None]) -> Iterator[None]:
+    def limit_hours(self, stop: Callable[[str], None]) -> Iterator[None]:
         """Inside, `stop` is called with a reason when the hours of the run are over."""
         if self.options.max_hours is None:
             yield
@@ -245,7 +251,7 @@ class Launch:
         finally:
             timer.cancel()
 
-    def describe(self, directory: RunDir, plan: Plan) -> None:
+    def write_description(self, directory: RunDir, plan: Plan) -> None:
         """Write the description of the run: `config.json` and `graph.json`."""
         options = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.options).items()}
         config = {
@@ -256,12 +262,12 @@ class Launch:
             "hub": pinned_commits(),
             "command": sys.argv,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            **provenance(self.graph_file),
+            **describe_origin(self.graph_file),
         }
-        directory.write("config.json", config)
-        directory.write("graph.json", plan.to_json())
+        directory.write_json("config.json", config)
+        directory.write_json("graph.json", plan.to_json())
 
-    async def drive(self, start: RunStart, cluster: RayCluster, view: View) -> Outcome:
+    async def drive_run(self, start: RunStart, cluster: RayCluster, view: View) -> Outcome:
         """Open the driver's endpoint and the ledger, and run what has been checked."""
         from flowrl.runtime.driver.driver import Driver
         from flowrl.runtime.driver.job import Job
@@ -287,8 +293,8 @@ class Launch:
 
         def rewind() -> None:
             if start.resume_from is not None:
-                resume.rewind(run_dir, start.resume_from, start.version, Terms.of(plan.to_json()))
-                self.describe(start.directory, plan)
+                resume.rewind_run(run_dir, start.resume_from, start.version, Terms.of(plan.to_json()))
+                self.write_description(start.directory, plan)
 
         job = Job(
             graph=self.graph,
@@ -303,12 +309,12 @@ class Launch:
             rewind=rewind,
             advise=self.advise,
         )
-        with writing(run_dir):
+        with convert_write_errors(run_dir):
             driver = Driver(job, cluster, endpoint, view, dump_options(self.config))
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.unretrieved(context))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.fail_unretrieved(context))
         try:
             at_once = self.unfinished is not None
-            with RunSignals(driver, view, at_once=at_once) as signals, self.limit(signals.end_in_time):
+            with RunSignals(driver, view, at_once=at_once) as signals, self.limit_hours(signals.end_in_time):
                 return await driver.run()
         finally:
             await endpoint.close()

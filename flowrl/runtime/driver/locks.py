@@ -2,11 +2,11 @@
 
 Invariants
 - A taker holds a lock from the moment the lock is granted, even while the answer is in transit. So a taker that stops
-  waiting must also call `release`.
+  waiting must also call `release_lock`.
 - A rank counts at the barrier only while it waits there.
 
-Waits: a lock becomes free by its holder's `release`, or by the holder's death; a barrier opens when every trainer has
-arrived and the work that is due there, such as a checkpoint, is done.
+Waits: a lock becomes free by its holder's `release_lock`, or by the holder's death; a barrier opens when every trainer
+has arrived and the work that is due there, such as a checkpoint, is done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Locks:
         """Reserved lock -> set when no other party holds it."""
 
     @asynccontextmanager
-    async def reserved(self, name: str, parties: Collection[str]) -> AsyncIterator[None]:
+    async def reserve_lock(self, name: str, parties: Collection[str]) -> AsyncIterator[None]:
         """Inside, only these parties are granted the lock; begins when no other party holds it."""
         self._reserved[name] = frozenset(parties)
         freed = self._freed[name] = asyncio.Event()
@@ -58,7 +58,7 @@ class Locks:
         """Whether the party may be granted the lock now; "" means no party."""
         return not party or name not in self._reserved or party in self._reserved[name]
 
-    async def take(self, host: str, body: dict[str, Any]) -> None:
+    async def take_lock(self, host: str, body: dict[str, Any]) -> None:
         name, claim = body["name"], _read_claim(body)
         party = body.get("party", body["claimant"])
         if self._try_to_hold(name, party, claim):
@@ -70,12 +70,12 @@ class Locks:
             await waiter
         except asyncio.CancelledError:
             if not waiter.cancelled():  # granted and cancelled in one tick of the loop
-                self.release(host, body)
+                self.release_lock(host, body)
             elif entry in self._queues[name]:
                 self._queues[name].remove(entry)
             raise
 
-    def release(self, host: str, body: dict[str, Any]) -> None:
+    def release_lock(self, host: str, body: dict[str, Any]) -> None:
         """Release a claim. A claim that does not hold the lock changes nothing."""
         name, claim = body["name"], _read_claim(body)
         _, claims = self._holders.get(name, ("", []))
@@ -92,7 +92,7 @@ class Locks:
         held = [(name, claim) for name, (_, claims) in self._holders.items() for claim in claims]
         for name, (claimant, number) in held:
             if claimant in claimants:
-                self.release("", {"name": name, "claimant": claimant, "claim": number})
+                self.release_lock("", {"name": name, "claimant": claimant, "claim": number})
 
     def _try_to_hold(self, name: str, party: str, claim: LockClaim) -> bool:
         if not self._may_hold(name, party):

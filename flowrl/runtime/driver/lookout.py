@@ -67,7 +67,7 @@ class Topology:
             ticket_holders=tuple(dict.fromkeys(policy for _, policy in plan.consumers)),
         )
 
-    def enders(self, kind: str, what: str) -> tuple[str, ...]:
+    def find_enders(self, kind: str, what: str) -> tuple[str, ...]:
         """The nodes that can end such a wait; or the driver, for all nodes, as it may move when any node has moved."""
         known = {"item": self.producers, "credit": self.consumers, "reply": self.servers}.get(kind, {})
         return known.get(what, (DRIVER,))
@@ -77,7 +77,7 @@ def _node_of_port(port: str) -> str:
     return port.split(".")[0]
 
 
-def deadlocked(reports: Iterable[ReplicaReport], topology: Topology, *, driver: Sequence[str]) -> set[str]:
+def find_deadlocked(reports: Iterable[ReplicaReport], topology: Topology, *, driver: Sequence[str]) -> set[str]:
     """The replicas that can move only when another one of them moves, if nothing is in transit to them.
 
     `driver`: what the driver is working on now.
@@ -93,7 +93,7 @@ def deadlocked(reports: Iterable[ReplicaReport], topology: Topology, *, driver: 
         for node in stuck
         for report in by_node.get(node, ())
         for kind, what, _ in report["waits"]
-        if not stuck.issuperset(topology.enders(kind, what))
+        if not stuck.issuperset(topology.find_enders(kind, what))
     }:
         stuck -= free
     return {str(r["replica_id"]) for node in stuck for r in by_node.get(node, ()) if not r["ended"]}
@@ -116,7 +116,7 @@ def wait_for_cycle(waits: Mapping[str, Sequence[tuple[str, str]]], topology: Top
         node: [
             (other, kind, what)
             for kind, what in held
-            for other in (topology.ticket_holders if kind == "ticket" else topology.enders(kind, what))
+            for other in (topology.ticket_holders if kind == "ticket" else topology.find_enders(kind, what))
         ]
         for node, held in waits.items()
     }
@@ -141,7 +141,7 @@ def _find_path_back(
     return []
 
 
-def describe(reports: Iterable[ReplicaReport], topology: Topology) -> str:
+def describe_reports(reports: Iterable[ReplicaReport], topology: Topology) -> str:
     """What each node does or waits for, after the cycle of nodes that only wait for each other, if there is one."""
     reports = list(reports)
     moving = {_node_of_report(report) for report in reports if _can_move(report)}
@@ -174,11 +174,11 @@ class Standstill:
     _due_after_s: float = field(default=STALL_S)
     """Length of the standstill at which the next report is due."""
 
-    def moved(self, now_s: float) -> None:
+    def note_move(self, now_s: float) -> None:
         """Something has moved that no report shows."""
         self._since_s, self._due_after_s = now_s, STALL_S
 
-    def look(self, reports: Iterable[ReplicaReport], now_s: float) -> float | None:
+    def look_for_standstill(self, reports: Iterable[ReplicaReport], now_s: float) -> float | None:
         """Seconds for which nothing has moved, if a report is due now; otherwise None."""
         moves = {report["replica_id"]: (report["moves"], report["ended"]) for report in reports}
         if moves != self._last:
@@ -234,15 +234,15 @@ class Lookout:
     async def _answer_ping(self, host: str, body: Any) -> None:
         """The reply proves that everything `host` sent before has arrived and is booked."""
         if self.accounting is not None:
-            await self.accounting.bookings.done()
+            await self.accounting.bookings.wait_for_jobs()
 
     def _note_progress(self, host: str, body: Any) -> None:
         """A node that reports progress may be slow, but is not stuck."""
-        self._standstill.moved(time.monotonic())
+        self._standstill.note_move(time.monotonic())
         self._show_progress(body["node"], body["text"])
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def note_work(self, what: str) -> Iterator[None]:
         """Inside, the driver works on something that will move the run: a checkpoint, the set-up."""
         self._doing.append(what)
         try:
@@ -250,20 +250,20 @@ class Lookout:
         finally:
             self._doing.remove(what)
 
-    async def watch(self, every_s: float) -> None:
+    async def watch_run(self, every_s: float) -> None:
         """Look every `every_s` seconds. Raises Stalled for a deadlock, NodeFailed for a process that has died."""
         while True:
             await asyncio.sleep(every_s)
-            await self.look()
+            await self.look_once()
 
-    async def look(self) -> None:
+    async def look_once(self) -> None:
         reports = self._last = await self._ask_for_reports()
         for report in reports:  # name code that blocks an event loop now, once per line
             if (where := report.get("still")) and where not in self._blocking:
                 self._blocking.add(where)
                 self._warn(f"{report['replica_id']}: its event loop is blocked at {where}")
 
-        silent = self._hosts.silent()
+        silent = self._hosts.find_silent()
         for host in [host for host in self._report_host_at_s if host not in silent]:
             del self._report_host_at_s[host]
             if host not in self._hosts.lost:
@@ -276,10 +276,10 @@ class Lookout:
 
         if self._find_stuck(reports) and (proof := await self._prove_deadlock()):
             raise Stalled(f"the run is deadlocked: no node works and nothing is in flight.\n{proof}")
-        if (standstill_s := self._standstill.look(reports, time.monotonic())) is not None:
+        if (standstill_s := self._standstill.look_for_standstill(reports, time.monotonic())) is not None:
             self._warn(f"nothing has moved for {standstill_s:.0f} s.\n{self._describe_all(reports)}")
 
-    async def describe(self) -> str:
+    async def describe_now(self) -> str:
         """What every node and the driver do and wait for. Takes at most some seconds, in any state of the processes."""
         return self._describe_all(await self._ask_for_reports())
 
@@ -288,13 +288,15 @@ class Lookout:
         return self._describe_all(self._last)
 
     def _describe_all(self, reports: list[ReplicaReport]) -> str:
-        return "\n".join([describe(reports, self._topology), *(f"  the driver: {what}" for what in self._doing)])
+        return "\n".join(
+            [describe_reports(reports, self._topology), *(f"  the driver: {what}" for what in self._doing)]
+        )
 
     # Deadlocks
 
     def _find_stuck(self, reports: list[ReplicaReport]) -> set[str]:
         booking = ["bookings"] if self.accounting is not None and self.accounting.bookings.busy else []
-        return deadlocked(reports, self._topology, driver=[*self._doing, *booking])
+        return find_deadlocked(reports, self._topology, driver=[*self._doing, *booking])
 
     async def _prove_deadlock(self) -> str:
         """What the deadlocked nodes wait for; "" if no deadlock is proven."""
@@ -322,7 +324,7 @@ class Lookout:
 
     async def _ask_for_reports(self) -> list[ReplicaReport]:
         """The reports of all replicas. Replicas in a silent process count as alive."""
-        answered, silent = await self._hosts.reports()
+        answered, silent = await self._hosts.ask_for_waits()
         reports: list[ReplicaReport] = [*answered]
         unknown = [(replica_id, host) for host in silent for replica_id in self._hosts.replica_ids(host)]
         for replica_id, host in unknown:

@@ -84,7 +84,7 @@ class Phases:
         accounting, state = self._records.accounting, self._state
         results: dict[str, dict[str, float]] = {}
         if self._evaluations and state.version == 0 and not self._is_evaluated():
-            results |= await self._measure("before", self._evaluations)
+            results |= await self._measure_phase("before", self._evaluations)
         if self._missed:
             await self._evaluate_held(state.version)
         if self.trainers or not self._evaluations:
@@ -94,7 +94,7 @@ class Phases:
         kept = _reached_by(self._graph, self._evaluations)
         rest = [replica_id for replica_id in self._ended if replica_id.split("/")[0] not in kept]
         await asyncio.gather(*(self._ended[replica_id].wait() for replica_id in self.trainers or rest))
-        await accounting.bookings.done()
+        await accounting.bookings.wait_for_jobs()
         if self._during is not None:
             await self._during
         accounting.end_admission()
@@ -102,27 +102,27 @@ class Phases:
         if self._evaluations and self.trainers and not state.interrupted and not self._is_evaluated("after"):
             await accounting.until_held(state.version)
             await self._checkpoints.write_trained(state.version)  # a kill during the evaluation loses no weights
-            results |= await self._measure("after", self._evaluations)
+            results |= await self._measure_phase("after", self._evaluations)
         for name in self._evaluations:
             await self._orders.on_node(f"{name}/0", "finish")
         await asyncio.gather(*running.values())
-        await self._checkpoints.write(state.version, best=self._find_better(results.get("after")))
+        await self._checkpoints.write_checkpoint(state.version, best=self._find_better(results.get("after")))
         return results
 
     def is_due(self, version: int) -> bool:
         """Whether, after the batch that made `version`, an evaluation is due or a reader has to take that version."""
-        return self._evaluates_after(version) or bool(self._takers(version))
+        return self._evaluates_after(version) or bool(self._readers_of(version))
 
     def _evaluates_after(self, version: int) -> bool:
         return bool(self._due_evaluations(version)) and version != self._options.steps and not self._state.interrupted
 
-    def _takers(self, version: int) -> list[str]:
+    def _readers_of(self, version: int) -> list[str]:
         """The readers that must not miss `version`."""
         return [replica_id for replica_id, every in self._steady.items() if version % every == 0]
 
     async def wait_for_readers(self, version: int) -> None:
         """Returns when the readers that must not miss `version` hold it."""
-        if takers := self._takers(version):
+        if takers := self._readers_of(version):
             await self._records.accounting.until_held(version, takers)
 
     async def begin_evaluation(self, version: int) -> None:
@@ -148,15 +148,15 @@ class Phases:
         return self._resumed and (phase in found if phase else bool(found))
 
     async def _evaluate_held(self, version: int) -> None:
-        figures = (await self._measure("during", self._due_evaluations(version))).get("during")
+        figures = (await self._measure_phase("during", self._due_evaluations(version))).get("during")
         best = self._find_better(figures) if self._evaluations[0] in self._due_evaluations(version) else None
         if best is not None:
-            await self._checkpoints.keep(best)
+            await self._checkpoints.keep_best(best)
         await self._set_gates(open_=True)
 
     async def _set_gates(self, *, open_: bool) -> None:
         """Open or close the gates of the trainers."""
-        gate = self._orders.gate
+        gate = self._orders.set_gate
         await asyncio.gather(*(gate(replica_id, "evaluation", open_=open_) for replica_id in self._gated))
 
     def _find_better(self, figures: Mapping[str, float] | None) -> Best | None:
@@ -175,9 +175,9 @@ class Phases:
         if self._evaluating is not None:
             self._evaluating.cancel()
 
-    async def _measure(self, phase: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    async def _measure_phase(self, phase: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """The figures of an evaluation by its phase; {} if it was given up."""
-        self._evaluating = asyncio.create_task(self._evaluate(phase, names))
+        self._evaluating = asyncio.create_task(self._evaluate_nodes(phase, names))
         try:
             return {phase: await self._evaluating}
         except asyncio.CancelledError as error:
@@ -186,7 +186,7 @@ class Phases:
             self._view.progress("driver", f"the evaluation {phase} training is given up")
             return {}
 
-    async def _evaluate(self, phase: str, names: Sequence[str]) -> dict[str, float]:
+    async def _evaluate_nodes(self, phase: str, names: Sequence[str]) -> dict[str, float]:
         version = self._state.version
         await self._records.accounting.until_held(version)
         text = f"evaluation {phase} training, at version {version}" if self.trainers else "evaluation"
@@ -202,7 +202,7 @@ class Phases:
                 self._view.evaluation(phase if self.trainers else "", version, shown, task.removesuffix("/"))
             prefix = "" if name == self._evaluations[0] else f"{name}/"
             figures |= {f"{prefix}{key}": value for key, value in answer.items()}
-        self._records.evaluated(phase, version, figures)
+        self._records.write_evaluation(phase, version, figures)
         if phase == "during":
             self._view.progress("driver", "training")
         return figures

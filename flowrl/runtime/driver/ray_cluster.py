@@ -25,11 +25,11 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine, gpu_names, most_files
 from flowrl.machine.cpu import cpu_flags
 from flowrl.machine.orphans import adopt_orphans
-from flowrl.machine.processes import children, descendants, end_descendants
+from flowrl.machine.processes import end_descendants, find_children, find_descendants
 from flowrl.runtime.driver import ray_start
 from flowrl.runtime.driver.ray_guard import Guard
 from flowrl.runtime.driver.ray_start import ProcessEnded, TookTooLong, change_library, keep_quiet, unless_ended
-from flowrl.runtime.driver.resources import START_S, ProcessSlot, environment
+from flowrl.runtime.driver.resources import START_S, ProcessSlot, process_environment
 from flowrl.wire.run_files import socket_root
 
 PLACEMENT_TIMEOUT_S = 120.0
@@ -139,11 +139,11 @@ class RayCluster:
     def _start_own(self, init: Callable[[], object], warn: Callable[[str], None]) -> None:
         """Start flowrl's own Ray; repeat the start if its agents did not get their ports."""
         for further in reversed(range(ray_start.STARTS)):
-            before = descendants()
+            before = find_descendants()
             self._guard = Guard(secrets.token_hex(8))
             try:
                 changes = change_library(self.limit_s, given_up := threading.Event(), logs=_prints_logs())
-                with changes, self._guard.speaking():
+                with changes, self._guard.let_speak():
                     unless_ended(
                         init,
                         self.processes,
@@ -242,7 +242,7 @@ class RayCluster:
             num_gpus=slot.gpus,
             max_restarts=0,
             max_concurrency=64,
-            runtime_env={"env_vars": environment(slot, alone=self._alone, start_s=self.limit_s)},
+            runtime_env={"env_vars": process_environment(slot, alone=self._alone, start_s=self.limit_s)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index),
         )
         self._actors[slot.host] = remote.remote(*args)
@@ -264,7 +264,7 @@ class RayCluster:
 
     def processes(self) -> dict[str, int]:
         """Name -> pid of the processes that the run's own Ray cannot work without."""
-        return children(*ESSENTIAL, but=self._given_up) if self.owned else {}
+        return find_children(*ESSENTIAL, but=self._given_up) if self.owned else {}
 
     def has_lost(self, name: str, *, starting: bool = False) -> FlowrlError:
         """Record that Ray's process `name` has ended: nothing calls Ray any more. Returns the error for the user."""
@@ -412,11 +412,11 @@ def versions_of_nodes() -> dict[str, dict[str, str] | str]:
 
 def require_same_versions() -> None:
     """Raise ConfigError unless every machine of the joined cluster has flowrl in the versions of this one."""
-    if problems := list(differences(probe()(), versions_of_nodes())):
+    if problems := list(compare_versions(probe()(), versions_of_nodes())):
         raise ConfigError("the run cannot use this cluster:" + "".join(f"\n- {problem}" for problem in problems))
 
 
-def differences(mine: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | str]) -> Iterator[str]:
+def compare_versions(mine: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | str]) -> Iterator[str]:
     """What is wrong with the machines of a cluster for a driver with the versions `mine`, as complete sentences."""
     for address, found in nodes.items():
         if isinstance(found, str):

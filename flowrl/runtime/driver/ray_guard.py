@@ -59,7 +59,7 @@ class Guard:
         )
 
     @contextmanager
-    def speaking(self) -> Iterator[None]:
+    def let_speak(self) -> Iterator[None]:
         """Inside, the guard reports an error of Ray's start if this process cannot."""
         try:
             yield
@@ -78,9 +78,9 @@ class Guard:
         self._process.wait()
 
 
-def guard(driver: int, mark: str, *, hidden: dict[int, int]) -> None:
+def end_after_driver(driver: int, mark: str, *, hidden: dict[int, int]) -> None:
     """Wait for the end of process `driver`, the guard's parent; then end the processes with this mark, and `hidden`."""
-    found = watch(driver, mark, hidden)
+    found = watch_driver(driver, mark, hidden)
     ended_s = quiet_s = time.monotonic()
     while time.monotonic() - ended_s < GIVE_UP_S:
         look_s = time.monotonic()
@@ -133,7 +133,7 @@ def _read_name(pid: int) -> str:
     return ""
 
 
-def watch(driver: int, mark: str, found: dict[int, int]) -> dict[int, int]:
+def watch_driver(driver: int, mark: str, found: dict[int, int]) -> dict[int, int]:
     """Wait for the end of process `driver`. Returns pid -> pidfd of the run's processes that cannot be found
     afterwards.
 
@@ -195,4 +195,4 @@ def _has_mark(mark: str, pid: int) -> bool:
 
 if __name__ == "__main__":
     with suppress(ProcessLookupError):
-        guard(int(sys.argv[1]), sys.argv[2], hidden=speak_until_settled(int(sys.argv[1]), sys.argv[2]))
+        end_after_driver(int(sys.argv[1]), sys.argv[2], hidden=speak_until_settled(int(sys.argv[1]), sys.argv[2]))

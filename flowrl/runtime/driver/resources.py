@@ -93,7 +93,7 @@ def visible_devices(
     return {host.name: tuple(names[host.machine, gpu] for gpu in host.gpus) for host in hosts}
 
 
-def environment(slot: ProcessSlot, *, alone: bool = False, start_s: float = START_S) -> dict[str, str]:
+def process_environment(slot: ProcessSlot, *, alone: bool = False, start_s: float = START_S) -> dict[str, str]:
     """Variables that set every library's thread count to the process's number of cores before anything is imported.
 
     Processes that have cores and no GPU compute models on the cores, and keep the memory that they have allocated.
@@ -113,11 +113,11 @@ def environment(slot: ProcessSlot, *, alone: bool = False, start_s: float = STAR
         MEETING_VARIABLE: str(math.ceil(start_s)),
         **(LOOPBACK if alone else {}),
         **(malloc_variables(os.environ) if slot.cpus and not slot.gpus else {}),
-        **forwarded(os.environ),
+        **forwarded_variables(os.environ),
     }
 
 
-def forwarded(variables: Mapping[str, str]) -> dict[str, str]:
+def forwarded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """The user's settings of libraries, which every process gets, also on other machines."""
     mine = {name: text for name, text in variables.items() if name.startswith(FORWARDED) or name in LOOPBACK}
     return {name: text for name, text in mine.items() if name != "CUDA_VISIBLE_DEVICES"}

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.runtime.checkpoints import checkpoint, resume, snapshots
-from flowrl.runtime.checkpoints.rundir import Best, read_best, sync_records, writing
+from flowrl.runtime.checkpoints.rundir import Best, convert_write_errors, read_best, sync_records
 from flowrl.runtime.driver.job import Job, RunOptions, RunState
 from flowrl.runtime.driver.locks import Locks
 from flowrl.runtime.driver.lookout import Lookout
@@ -94,10 +94,10 @@ class Snapshotter:
         temporary = final.with_name(f".{final.name}.tmp")
 
         def publish(stop: threading.Event) -> None:
-            checkpoint.publish(temporary, final, {"step": version, "ledger_head": head}, stop)
+            checkpoint.publish_checkpoint(temporary, final, {"step": version, "ledger_head": head}, stop)
             if best is not None:
                 best.write(self._run_dir)
-            checkpoint.prune(final.parent, self._keep, spared=spared)
+            checkpoint.prune_checkpoints(final.parent, self._keep, spared=spared)
 
         shutil.rmtree(temporary, ignore_errors=True)
         try:
@@ -105,7 +105,7 @@ class Snapshotter:
             async with self._lend():
                 head = await self.take(facts, temporary, accounting, unchanged_in=final if unchanged else None)
             await to_its_end(publish)
-            accounting.ledger.published(final)
+            accounting.ledger.note_published(final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final.name
@@ -140,7 +140,7 @@ class Snapshotter:
 
             await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.hosts))
             await to_its_end(write)
-            if unchanged_in is None or not await to_its_end(partial(checkpoint.link, unchanged_in, directory)):
+            if unchanged_in is None or not await to_its_end(partial(checkpoint.link_files, unchanged_in, directory)):
                 await self._write_node_files(directory, halted=True)
             return head
 
@@ -162,7 +162,7 @@ class Snapshotter:
             before = moved
 
         for part in await orders.ask_all("snapshot"):
-            snapshot.add(part)
+            snapshot.add_part(part)
         await self._write_node_files(directory, halted=False)
         return snapshot
 
@@ -182,8 +182,8 @@ class Snapshotter:
 
     async def _take_kept(self, host: str, snapshot: snapshots.Snapshot) -> None:
         """Take the messages and records that the process has set aside for this snapshot; it runs meanwhile."""
-        while page := await self._orders.page(host, "kept"):
-            snapshot.take(snapshots.unpage(page))
+        while page := await self._orders.ask_for_page(host, "kept"):
+            snapshot.add_saved(snapshots.unpack_page(page))
 
     async def put_back(self, state: Mapping[str, Any]) -> None:
         """Send the states and messages of a checkpoint (`read_state`) to the processes, before their nodes run."""
@@ -201,11 +201,11 @@ class Snapshotter:
             return {
                 "sent": state["sent"],
                 "cursors": {out: cursor for out, cursor in state["cursors"].items() if out.partition(" ")[0] in mine},
-                "states": {name: snapshots.beside(state["states"][name]) for name in mine if name in state["states"]},
+                "states": {name: snapshots.as_frame(state["states"][name]) for name in mine if name in state["states"]},
             }
 
         async def send_messages(host: str) -> None:
-            for page in snapshots.pages(messages[host]):
+            for page in snapshots.pack_pages(messages[host]):
                 await orders.ask(host, "send again", page)
 
         await orders.ask_all("restore", states_in)
@@ -246,14 +246,14 @@ async def lend_to_trainers(locks: Locks, orders: Orders) -> AsyncIterator[None]:
     others = [host for host in sharing if training[host.lease] and not trainers & nodes[host.name]]
     replicas = [replica for host in others for replica in host.nodes]
     try:
-        await asyncio.gather(*(orders.gate(replica, "devices", open_=False) for replica in replicas))
+        await asyncio.gather(*(orders.set_gate(replica, "devices", open_=False) for replica in replicas))
         async with AsyncExitStack() as stack:
             for lease, parties in training.items():
                 if parties:
-                    await stack.enter_async_context(locks.reserved(lease, parties))
+                    await stack.enter_async_context(locks.reserve_lock(lease, parties))
             yield
     finally:
-        await asyncio.gather(*(orders.gate(replica, "devices", open_=True) for replica in replicas))
+        await asyncio.gather(*(orders.set_gate(replica, "devices", open_=True) for replica in replicas))
 
 
 @asynccontextmanager
@@ -264,13 +264,13 @@ async def halt_gangs(orders: Orders, gangs: Sequence[str]) -> AsyncIterator[None
         await asyncio.gather(*(_halt_gang(orders, ranks) for ranks in ranks_of))
         yield
     finally:
-        await asyncio.gather(*(orders.gate(rank, "halt", open_=True) for ranks in ranks_of for rank in ranks))
+        await asyncio.gather(*(orders.set_gate(rank, "halt", open_=True) for ranks in ranks_of for rank in ranks))
 
 
 async def _halt_gang(orders: Orders, ranks: Sequence[str]) -> None:
-    taken = await asyncio.gather(*(orders.gate(rank, "halt", open_=False) for rank in ranks))
+    taken = await asyncio.gather(*(orders.set_gate(rank, "halt", open_=False) for rank in ranks))
     wanted = {port: max(counts[port] for counts in taken) for port in taken[0]}
-    await asyncio.gather(*(orders.reach(rank, wanted) for rank in ranks))
+    await asyncio.gather(*(orders.reach_counts(rank, wanted) for rank in ranks))
 
 
 RANKS_APART = 8
@@ -359,7 +359,7 @@ class RunCheckpoints:
         messages: list[Any] = state["messages"]
         return messages
 
-    async def keep(self, best: Best) -> None:
+    async def keep_best(self, best: Best) -> None:
         """Write a checkpoint of the current version, which is the best so far; the trainers take no batch."""
         await self.at_batch_end(self._state.version, best=best)
         self._view.progress("driver", f"best so far: {best.score:.3f} at step {best.step}")
@@ -370,7 +370,7 @@ class RunCheckpoints:
         accounting.pause_admission("checkpoint")
         try:
             async with halt_gangs(self._orders, self._own_clocks):
-                await self.write(version, best=best)
+                await self.write_checkpoint(version, best=best)
         except FlowrlError as error:
             self._fail(error)  # the trainer that waits for the checkpoint is not the cause
             raise
@@ -380,20 +380,20 @@ class RunCheckpoints:
     async def write_trained(self, version: int) -> None:
         """Write a checkpoint after the last batch, unless the newest checkpoint has these weights."""
         if self._records.accounting.tickets.versions not in (self._written, self._resumed):
-            await self.write(version)
+            await self.write_checkpoint(version)
 
-    async def write(self, version: int, *, best: Best | None = None) -> None:
+    async def write_checkpoint(self, version: int, *, best: Best | None = None) -> None:
         """Write one consistent snapshot through the graph, and make it the newest checkpoint.
 
         The weights are not written again if this run has written them in its newest checkpoint.
         The metrics lines of all steps until then are written first: a run that resumes from here never writes them.
         """
         start_s = time.monotonic()
-        with self._lookout.doing(f"the checkpoint of step {version}"), writing(self._job.run_dir):
-            await self._records.settled()
+        with self._lookout.note_work(f"the checkpoint of step {version}"), convert_write_errors(self._job.run_dir):
+            await self._records.wait_until_written()
             await asyncio.to_thread(sync_records, self._job.run_dir)
             versions = self._records.accounting.tickets.versions
-            facts = resume.facts(version, self._job.plan, self._job.options.seed)
+            facts = resume.resume_facts(version, self._job.plan, self._job.options.seed)
             named = best or self.best
             spared = () if named is None else (named.step,)
             name = await self._snapshotter.write(

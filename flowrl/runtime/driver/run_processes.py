@@ -35,7 +35,7 @@ PROBES = ((socket.SO_KEEPALIVE, 1), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPIN
 """Keepalive options: they break the connection when the other machine was switched off."""
 
 
-async def outlive(address: tuple[str, int], *, patience_s: float) -> None:
+async def watch_address(address: tuple[str, int], *, patience_s: float) -> None:
     """Returns when no process has listened at `address` for `patience_s` seconds."""
     loop = asyncio.get_running_loop()
     last_s = loop.time()
@@ -75,7 +75,7 @@ LARGEST = 3
 GB = 1e9
 
 
-def deaths() -> tuple[type[Exception], ...]:
+def death_errors() -> tuple[type[Exception], ...]:
     """Ray's errors for an actor whose process has died."""
     from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
@@ -148,9 +148,9 @@ class RunProcesses:
         """Start the processes, bind their sockets, connect all of them to each other, and build the nodes."""
         self._specs = dict(specs)
         for name, pid in self._cluster.processes().items():
-            self._rays.follow(name, pid, self._end_with_ray)
+            self._rays.follow_process(name, pid, self._end_with_ray)
         if (head := self._cluster.head()) is not None:
-            self._head = asyncio.create_task(outlive(head, patience_s=HEAD_AWAY_S))
+            self._head = asyncio.create_task(watch_address(head, patience_s=HEAD_AWAY_S))
             self._head.add_done_callback(lambda task: None if task.cancelled() else self._end_with_ray("head"))
         for index, slot in enumerate(slots):
             self._actors[slot.host] = self._cluster.spawn(ProcessActor, index, slot, specs[slot.host])
@@ -163,7 +163,7 @@ class RunProcesses:
                 self._endpoint.connect(host, address)
         for host, answer in opened.items():
             if answer["pids"] == pid_space() and answer["pid"] != os.getpid():
-                self._processes.follow(host, answer["pid"], self._note_death)
+                self._processes.follow_process(host, answer["pid"], self._note_death)
         meeting = {host: answer["meeting"] for host, answer in opened.items()}
         gangs = {
             place.node: meeting[host]
@@ -174,7 +174,9 @@ class RunProcesses:
         """Node -> address at which its ranks meet: on the machine of its replica 0."""
         hosts = next(iter(self._specs.values())).plan.hosts
         reserved = {host: answer["gpus"] for host, answer in opened.items()}
-        await self.ask("wire", addresses, gangs, visible_devices(hosts, reserved, self._cluster.own_devices()))
+        await self.ask_processes(
+            "wire", addresses, gangs, visible_devices(hosts, reserved, self._cluster.own_devices())
+        )
 
     async def _open_all(self) -> dict[str, Any]:
         """What each process answers when it has begun. Raises FlowrlError if one does not begin in time."""
@@ -214,7 +216,7 @@ class RunProcesses:
         """
         if host in self.lost:
             return None
-        self._rays.look()
+        self._rays.report_ended()
         if self.death is None and not self._cluster.head_answers():
             self._end_with_ray("head")
         place = self._specs[host].places[0]
@@ -229,7 +231,7 @@ class RunProcesses:
         self._endpoint.peer_failed(host, reason)
         return self.death
 
-    async def ask(self, method: str, *args: Any) -> dict[str, Any]:
+    async def ask_processes(self, method: str, *args: Any) -> dict[str, Any]:
         """Call `method` on every process at once. Raises the first NodeFailed."""
         assert not self.lost, "hosts are asked at once before the run; later one by one"
         answers = await asyncio.gather(*(self.ask_one(host, method, *args) for host in self._actors))
@@ -241,7 +243,7 @@ class RunProcesses:
             answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
         except asyncio.CancelledError:
             raise  # the next lines import Ray, which a run within one process does without
-        except deaths() as error:
+        except death_errors() as error:
             if (death := self._handle_death(host, rays_detail(error))) is None:
                 return None
             raise death from None
@@ -254,7 +256,7 @@ class RunProcesses:
     def _name_nodes(self, host: str) -> str:
         return ", ".join(place.node for place in self._specs[host].places)
 
-    async def reports(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    async def ask_for_waits(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """What the replicas of every process do and wait for, and the silent processes with the seconds of their
         silence.
 
@@ -272,9 +274,9 @@ class RunProcesses:
             else:
                 self._late.setdefault(host, late)
         reports = [report for _, answer in asked.values() if answer.done() for report in answer.result() or ()]
-        return reports, self.silent()
+        return reports, self.find_silent()
 
-    def silent(self) -> dict[str, float]:
+    def find_silent(self) -> dict[str, float]:
         """Process that did not answer the last question in time -> seconds since that question."""
         now = time.monotonic()
         late = {host: one for host, one in self._late.items() if host not in self.lost}
@@ -301,7 +303,7 @@ class RunProcesses:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         for host in self._actors:
             self._cluster.kill(host)
-        await self._processes.end(within_s=0.0 if self._cluster.lost else min(within_s, KILLED_WITHIN_S))
+        await self._processes.end_all(within_s=0.0 if self._cluster.lost else min(within_s, KILLED_WITHIN_S))
         self._rays.close()
         if self._head is not None:
             self._head.cancel()
@@ -392,7 +394,7 @@ class Orders:
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def page(self, host: str, kind: str) -> list[Any]:
+    async def ask_for_page(self, host: str, kind: str) -> list[Any]:
         """The page that the process answers with; an empty page if the process is lost."""
         page = await self._unless_lost(host, self.ask(host, kind))
         return [] if page is LOST else list(page)
@@ -429,12 +431,12 @@ class Orders:
         body = {"replica_id": replica_id, "method": method, "arguments": arguments}
         return await self.ask(self.host_of(replica_id), "node", body)
 
-    async def gate(self, replica_id: str, by: str, *, open_: bool) -> dict[str, int]:
+    async def set_gate(self, replica_id: str, by: str, *, open_: bool) -> dict[str, int]:
         """Open or close the gate of one node replica for `by`. Returns how many items each of its ports has taken."""
         body = {"replica_id": replica_id, "by": by, "open": open_}
         taken: dict[str, int] = await self.ask(self.host_of(replica_id), "gate", body)
         return taken
 
-    async def reach(self, replica_id: str, taken: Mapping[str, int]) -> None:
+    async def reach_counts(self, replica_id: str, taken: Mapping[str, int]) -> None:
         """Let each port of a node replica take items up to these numbers, and wait until the ports have taken them."""
         await self.ask(self.host_of(replica_id), "reach", {"replica_id": replica_id, "taken": taken})

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from flowrl.runtime.checkpoints.rundir import writing
+from flowrl.runtime.checkpoints.rundir import convert_write_errors
 from flowrl.runtime.driver.job import Job, RunState
 from flowrl.runtime.ledger.accounting import Accounting
 from flowrl.runtime.samples.kept_episodes import KeptEpisodes
 from flowrl.runtime.samples.kept_samples import KeptSamples
 from flowrl.runtime.telemetry import trace
-from flowrl.runtime.telemetry.metrics import EarlyStop, Metrics, flat, roles
+from flowrl.runtime.telemetry.metrics import EarlyStop, Metrics, flatten_numbers, node_roles
 from flowrl.runtime.telemetry.sinks import SampleTables, open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.runtime.telemetry.view import View
@@ -70,7 +70,7 @@ class RunRecords:
             job.run_dir,
             self._tickets,
             on_step=self.on_step,
-            on_closed=lambda *sample: self.samples.closed(*sample),
+            on_closed=lambda *sample: self.samples.note_closed(*sample),
             bound=job.plan.numbers.max_staleness,
             own_clock=job.plan.own_clock,
             resume=job.resume_from is not None,
@@ -86,24 +86,24 @@ class RunRecords:
         )
         self._early_stop = EarlyStop(job.options.stop, stop_early)
         if job.resume_from is not None:
-            self._early_stop.recall(job.run_dir)
+            self._early_stop.recall_records(job.run_dir)
         self.metrics = Metrics(
             job.run_dir,
             self.statistics,
-            roles=roles(job.graph),
+            roles=node_roles(job.graph),
             sinks=open_sinks(job.options.track, job.run_dir, self._config, job.options.tracking),
             tables=self._tables,
-            watch=self._early_stop.look,
-            watch_evaluation=self._early_stop.evaluated,
+            watch=self._early_stop.look_at_line,
+            watch_evaluation=self._early_stop.look_at_evaluation,
             limits=job.options.alarms,
-            record_line=self.accounting.line,
+            record_line=self.accounting.book_line,
         )
-        self.accounting.serve(endpoint)
+        self.accounting.register_handlers(endpoint)
         self.is_open = True
 
     def close(self, *, orderly: bool) -> None:
         """Close every record, even if others fail to close. Raises the last failure."""
-        with writing(self._job.run_dir), ExitStack() as records:
+        with convert_write_errors(self._job.run_dir), ExitStack() as records:
             if self.trace is not None:
                 records.callback(self.trace.close)
             records.callback(self.episodes.close)
@@ -118,7 +118,7 @@ class RunRecords:
                     self._write_line(record)
 
             records.callback(write_last_lines)
-            records.callback(self.accounting.bookings.commit)
+            records.callback(self.accounting.bookings.commit_all)
 
     @property
     def unseen_metric(self) -> str:
@@ -129,21 +129,21 @@ class RunRecords:
 
     def add_statistics(self, host: str, body: dict[str, Any]) -> None:
         """Take a process's statistics and trace."""
-        self.statistics.absorb(body, time.monotonic())
+        self.statistics.add_report(body, time.monotonic())
         self._view.statistics(self.statistics, self._tickets.why_waiting)
         if self.trace is not None:  # else the process has recorded this before it was told the level
-            with writing(self._job.run_dir):
-                self.trace.write(body["trace"])
+            with convert_write_errors(self._job.run_dir):
+                self.trace.write_events(body["trace"])
 
     def add_judged(self, host: str, body: dict[str, Any]) -> None:
         """Take the figures on held-out rows that a trainer has measured after its last batch."""
-        version, figures = body["version"], flat(body["figures"])
-        with writing(self._job.run_dir):
-            self.metrics.evaluation("end", version, figures)
+        version, figures = body["version"], flatten_numbers(body["figures"])
+        with convert_write_errors(self._job.run_dir):
+            self.metrics.write_evaluation("end", version, figures)
         self._view.held_out({"step": version, **figures})
 
     def _show_sample(self, row: dict[str, Any]) -> None:
-        self._tables.add(row)
+        self._tables.add_row(row)
         self._view.sample(row)
 
     # Lines of metrics
@@ -168,19 +168,21 @@ class RunRecords:
         """End `write_lines` after the lines that are queued: no further step follows."""
         self._lines.put_nowait(None)
 
-    async def settled(self) -> None:
+    async def wait_until_written(self) -> None:
         """Returns when the lines of all steps and the kept samples are written."""
-        await self.accounting.bookings.done()
+        await self.accounting.bookings.wait_for_jobs()
         await self._lines.join()
-        await self.samples.flush()
+        await self.samples.flush_rows()
 
-    def evaluated(self, phase: str, version: int, figures: Mapping[str, float]) -> None:
+    def write_evaluation(self, phase: str, version: int, figures: Mapping[str, float]) -> None:
         """Write the figures of an evaluation of `version`."""
-        with writing(self._job.run_dir):
-            self.metrics.evaluation(phase, version, {f"evaluation/{key}": value for key, value in figures.items()})
+        with convert_write_errors(self._job.run_dir):
+            self.metrics.write_evaluation(
+                phase, version, {f"evaluation/{key}": value for key, value in figures.items()}
+            )
 
     def _write_line(self, record: dict[str, Any]) -> Mapping[str, Any]:
-        with writing(self._job.run_dir):
-            line = self.metrics.line(record)
+        with convert_write_errors(self._job.run_dir):
+            line = self.metrics.write_line(record)
         self._view.step(line)
         return line

@@ -90,36 +90,36 @@ class Accounting:
         self.bookings = Bookings(self.ledger)
         self._book: dict[str, Callable[..., Iterator[None] | None]] = {
             "generated": self._book_generated,
-            "request": self._requests.request,
-            "request again": self._requests.again,
-            "request lost": self._requests.lost,
-            "abandoned": self._requests.abandoned,
-            "void": self._requests.void,
+            "request": self._requests.book_request,
+            "request again": self._requests.book_again,
+            "request lost": self._requests.book_lost,
+            "abandoned": self._requests.book_abandoned,
+            "void": self._requests.book_void,
             "episode": self._book_episode,
             "episode failed": self._requests.episode_failed,
             "scored": self._book_score,
             "lost": self._book_lost,
             "step": self._book_step,
-            "finished": self._fates.finished,
+            "finished": self._fates.note_finished,
             "holds": self.tickets.holds,
             "evaluation": self._book_evaluation,
         }
         if resume:  # the groups in flight, with their known fates, and their requests
             self._requests.take_up()
-            self._fates.take_up(self.ledger.in_flight(), self.ledger.fates())
+            self._fates.take_up(self.ledger.in_flight(), self.ledger.known_fates())
             self._taken_up = self.in_flight()
             groups = self._fates.groups.values()
-            known = {group.ticket: (tuple(group.held), group.known()) for group in groups}
+            known = {group.ticket: (tuple(group.held), group.known_steps()) for group in groups}
             tickets.restore(known, self.ledger.next_number("tickets"))
 
-    def serve(self, endpoint: Endpoint) -> None:
+    def register_handlers(self, endpoint: Endpoint) -> None:
         """Register the handlers for the `LedgerClient` of every host."""
 
         async def admit(host: str, body: Mapping[str, Any]) -> int | None:
-            return await self.admit(body["node"], body["group_id"], body["rows"], trainers=body["trainers"])
+            return await self.admit_group(body["node"], body["group_id"], body["rows"], trainers=body["trainers"])
 
         def record(host: str, body: Mapping[str, Any]) -> None:
-            self.record(body["events"])
+            self.record_events(body["events"])
 
         async def ages(host: str, body: Mapping[str, Any]) -> None:
             trainer = body["trainer"]
@@ -132,7 +132,7 @@ class Accounting:
 
     # Admission
 
-    async def admit(
+    async def admit_group(
         self, node: str, group_id: str, rows: Sequence[LedgerRow], *, trainers: Sequence[str] | None = None
     ) -> int | None:
         """A committed ticket for the group, or None when admission has ended.
@@ -157,7 +157,7 @@ class Accounting:
 
         self._reserved |= dict.fromkeys(sample_ids, group_id)
         try:
-            await self.bookings.done()  # events reported before this request count
+            await self.bookings.wait_for_jobs()  # events reported before this request count
             while (ticket := self.tickets.try_admit(trainers)) is None:
                 if self.tickets.closed:
                     return None
@@ -186,11 +186,11 @@ class Accounting:
     def _open_group(self, ticket: int, group_id: str, rows: Sequence[LedgerRow], trainers: Sequence[str]) -> None:
         floors, now = self.tickets.floors(), time.time()
         held = {trainer: floors[trainer] for trainer in trainers}
-        self.ledger.add("ticket", ticket, group_id, json.dumps(held))
+        self.ledger.add_row("ticket", ticket, group_id, json.dumps(held))
         for sample_id, prompt_id, epoch, member, prompt_tokens in rows:
             born = floors[self._main]
-            self.ledger.add("admitted", sample_id, group_id, prompt_id, epoch, member, prompt_tokens, born, now)
-        self._fates.open(group_id, ticket, held, {row[3]: row[0] for row in rows})
+            self.ledger.add_row("admitted", sample_id, group_id, prompt_id, epoch, member, prompt_tokens, born, now)
+        self._fates.open_group(group_id, ticket, held, {row[3]: row[0] for row in rows})
 
     def _wait_for_change(self) -> asyncio.Future[None]:
         waiter = asyncio.get_running_loop().create_future()
@@ -232,48 +232,48 @@ class Accounting:
         while self.tickets.floor(self._main, by) < version:
             await self._wait_for_change()
 
-    def kept(self, generated: Set[str], scored: Set[str], requests: Set[str] = frozenset()) -> None:
+    def note_kept(self, generated: Set[str], scored: Set[str], requests: Set[str] = frozenset()) -> None:
         """Note the samples that the checkpoint has as generated and as scored, and the `requests` whose replies it has.
 
         An invocation that was in its last send at the snapshot makes its samples again, and these copies are not sent.
         All other requests of unfinished samples are abandoned.
         """
         self._generated_before |= generated
-        self._requests.kept(generated, requests)
+        self._requests.note_kept(generated, requests)
         self._scored_before |= scored
 
     # Events
 
-    def record(self, events: Sequence[LedgerRow]) -> None:
+    def record_events(self, events: Sequence[LedgerRow]) -> None:
         """Book events from `LedgerClient`, in order: at once, unless earlier events or a large step take longer."""
-        self.bookings.do(self._booking(events))
+        self.bookings.add_job(self._book_events(events))
 
-    def _booking(self, events: Sequence[LedgerRow]) -> Iterator[None]:
-        for kind, *fields in self._tables.whole(events):
+    def _book_events(self, events: Sequence[LedgerRow]) -> Iterator[None]:
+        for kind, *fields in self._tables.join_tables(events):
             yield from self._book[kind](*fields) or ()
         self._wake_waiters()
-        self.bookings.later()
+        self.bookings.commit_later()
 
     def _book_generated(self, *event: Any) -> None:
         *rollout, finish_reason, spans = event
         sample_id, generator, tokens, oldest, newest, at_s = rollout
         if sample_id in self._generated_before:
-            self.ledger.add("redone", tokens, sample_id)
+            self.ledger.add_row("redone", tokens, sample_id)
             return
-        self.ledger.add("generated", generator, tokens, oldest, newest, at_s, sample_id)
-        self._requests.generated(sample_id, generator, at_s, finish_reason, spans)
+        self.ledger.add_row("generated", generator, tokens, oldest, newest, at_s, sample_id)
+        self._requests.book_generated(sample_id, generator, at_s, finish_reason, spans)
 
     def _book_episode(self, *event: Any) -> None:
         *rollout, prompt_tokens, row = event
         sample_id, generator, tokens, oldest, newest, at_s = rollout
         if sample_id not in self._generated_before:  # else its requests are redone
-            self.ledger.add("prompt", prompt_tokens, sample_id)
-            self.ledger.add("generated", generator, tokens, oldest, newest, at_s, sample_id)
-            self._requests.episode(sample_id, row)
+            self.ledger.add_row("prompt", prompt_tokens, sample_id)
+            self.ledger.add_row("generated", generator, tokens, oldest, newest, at_s, sample_id)
+            self._requests.book_episode(sample_id, row)
 
     def _book_score(self, sample_id: str, reward: float, at_s: float) -> None:
         if sample_id not in self._scored_before:
-            self.ledger.add("scored", reward, at_s, sample_id)
+            self.ledger.add_row("scored", reward, at_s, sample_id)
 
     def _book_lost(
         self,
@@ -285,27 +285,27 @@ class Accounting:
         reason: str,
         tokens: int,
     ) -> None:
-        """Book a loss at `trainers` (None: at all of them) of the samples that `Fates.samples` finds."""
-        lost = self._fates.samples(group_id, member, sample_ids)
+        """Book a loss at `trainers` (None: at all of them) of the samples that `Fates.find_samples` finds."""
+        lost = self._fates.find_samples(group_id, member, sample_ids)
         if tokens and len(lost) == 1:
-            self.ledger.add("partial", tokens, lost[0])
+            self.ledger.add_row("partial", tokens, lost[0])
         for sample_id in lost:
             for trainer in self.tickets.trainers if trainers is None else trainers:
-                self._settle(sample_id, trainer, Fate(state=state, reason=reason))
+                self._settle_sample(sample_id, trainer, Fate(state=state, reason=reason))
 
     def _book_step(self, trainer: str, record: dict[str, Any], uses: Sequence[LedgerRow]) -> Iterator[None]:
         """Book a finished batch, which made version `record["step"]` of `trainer`, in pieces."""
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
-        self.ledger.add("step", trainer, step, time.time())
+        self.ledger.add_row("step", trainer, step, time.time())
         for number, (sample_id, tokens, stale_tokens, masked_tokens, oldest, spans) in enumerate(uses, 1):
             self._book_use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
             for start, length, digest in spans:
-                self.ledger.add("span", sample_id, trainer, step, start, length, digest)
+                self.ledger.add_row("span", sample_id, trainer, step, start, length, digest)
             if number % USES_AT_ONCE == 0:
                 yield
         self.tickets.made(trainer, step)
-        yield from self.bookings.committing()
+        yield from self.bookings.commit_in_pieces()
         main = trainer == self._main
         if main:
             self._on_step(record | self._other_records)
@@ -318,65 +318,65 @@ class Accounting:
         if group is None and self.ledger.group_of(sample_id) is not None:
             raise used_after_all(trainer, step, sample_id)
         # The generator reports the sample later; until then, and if that report never comes, this count applies.
-        self.ledger.add("partial", tokens + stale + masked, sample_id)
+        self.ledger.add_row("partial", tokens + stale + masked, sample_id)
         if trainer in self._own_clock:
             oldest = None if group is None else group.held.get(trainer)
         if not tokens and (stale or masked):
             why = ("dropped", "stale") if stale else ("filtered", "masked")
-            self._settle(sample_id, trainer, Fate(step, 0, stale, masked, None, *why))
+            self._settle_sample(sample_id, trainer, Fate(step, 0, stale, masked, None, *why))
             return
         if tokens:
             require_fresh(trainer, step - 1, oldest, sample_id, self._bound)
-        self.ledger.add("used", sample_id, trainer, step - 1, step, tokens, stale, masked, oldest)
-        self._settle(sample_id, trainer, Fate(step, tokens, stale, masked, oldest))
+        self.ledger.add_row("used", sample_id, trainer, step - 1, step, tokens, stale, masked, oldest)
+        self._settle_sample(sample_id, trainer, Fate(step, tokens, stale, masked, oldest))
 
-    def _settle(self, sample_id: str, trainer: str, fate: Fate) -> None:
+    def _settle_sample(self, sample_id: str, trainer: str, fate: Fate) -> None:
         """Note a fate, and its consequences for the sample, its group's ticket, and admission."""
-        group = self._fates.settle(sample_id, trainer, fate)
+        group = self._fates.settle_fate(sample_id, trainer, fate)
         if group is None:
             return
         if not fate.trained and len(group.held) > 1:
-            self.ledger.add("left_out", sample_id, trainer, fate.state, fate.reason)
-        if (state := self._fates.state(group, sample_id)) is not None:
+            self.ledger.add_row("left_out", sample_id, trainer, fate.state, fate.reason)
+        if (state := self._fates.final_state(group, sample_id)) is not None:
             self._close_sample(sample_id, state)
         if group.is_done(trainer):
-            made = group.made(trainer)
+            made = group.newest_step(trainer)
             if made is None:
                 self.tickets.left_out(group.ticket, trainer)
             else:
                 self.tickets.trained(group.ticket, trainer, made)
         if not group.open:
             step = self._fates.step_of(group)
-            self.ledger.add("settled", "dropped" if step is None else "trained", step, group.ticket)
+            self.ledger.add_row("settled", "dropped" if step is None else "trained", step, group.ticket)
 
     def _close_sample(self, sample_id: str, fate: Fate) -> None:
         """Book the final state of a sample."""
-        self._requests.close(sample_id)
+        self._requests.close_sample(sample_id)
         next_step = self.tickets.versions[self._main] + 1
         self._on_closed(sample_id, fate.state, fate.reason, next_step if fate.step is None else fate.step)
         if not fate.trained:
             row = (fate.state, fate.reason, fate.stale_tokens, fate.masked_tokens)
-            self.ledger.add("unused", *row, sample_id)
+            self.ledger.add_row("unused", *row, sample_id)
             return
         assert fate.step is not None
         tokens = (fate.tokens, fate.stale_tokens, fate.masked_tokens)
-        self.ledger.add("trained", *tokens, fate.oldest_version, fate.step - 1, fate.step, time.time(), sample_id)
+        self.ledger.add_row("trained", *tokens, fate.oldest_version, fate.step - 1, fate.step, time.time(), sample_id)
 
-    def line(self, step: int, line: str) -> None:
+    def book_line(self, step: int, line: str) -> None:
         """Book that the metrics line of that step is written; `line` is its hash."""
-        self.ledger.add("line", line, self._main, step)
-        self.bookings.later()
+        self.ledger.add_row("line", line, self._main, step)
+        self.bookings.commit_later()
 
     def _book_evaluation(self, rows: Sequence[LedgerRow]) -> None:
         for row in rows:
-            self.ledger.add("evaluated", *row)
+            self.ledger.add_row("evaluated", *row)
 
     # Storage
 
-    def unbooked(self) -> str:
-        """See `Fates.unbooked`."""
-        self.bookings.finish()
-        return self._fates.unbooked()
+    def describe_unbooked(self) -> str:
+        """See `Fates.describe_unbooked`."""
+        self.bookings.finish_jobs()
+        return self._fates.describe_unbooked()
 
     def is_open(self, sample_id: str) -> bool:
         """Whether the sample is in flight."""
@@ -392,18 +392,18 @@ class Accounting:
 
     def as_of_now(self) -> LedgerSnapshot:
         """The ledger as it is now, for a checkpoint."""
-        self.bookings.commit()
+        self.bookings.commit_all()
         return self.ledger.as_of_now()
 
     def close(self, *, orderly: bool) -> None:
         """Commit for the last time. At an orderly end, drop all samples still in flight, with reason `run_end`."""
         self.end_admission()
         try:
-            self.bookings.finish()
+            self.bookings.finish_jobs()
         finally:
             if orderly:
                 for sample_id, trainer in self._fates.still_open():
-                    self._settle(sample_id, trainer, LEFT_AT_END)
-                self.ledger.add("ended in order", time.time())
-            self.bookings.commit()
+                    self._settle_sample(sample_id, trainer, LEFT_AT_END)
+                self.ledger.add_row("ended in order", time.time())
+            self.bookings.commit_all()
             self.ledger.close()

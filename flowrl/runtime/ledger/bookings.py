@@ -44,22 +44,22 @@ class Bookings:
         """Whether a job is not over."""
         return bool(self._jobs)
 
-    def do(self, job: Iterator[None]) -> None:
+    def add_job(self, job: Iterator[None]) -> None:
         """Do this job when all earlier jobs are over."""
         self._jobs.append(job)
         if len(self._jobs) == 1:
-            self._piece()
+            self._do_piece()
 
-    def finish(self) -> None:
+    def finish_jobs(self) -> None:
         """Do all jobs now. Raises what a job raises; the jobs after it are then not done."""
         try:
             while self._jobs:
-                self._advance()
+                self._advance_job()
         finally:
             if self._next_piece is not None and not self._jobs:
                 self._next_piece.cancel()
 
-    async def done(self) -> None:
+    async def wait_for_jobs(self) -> None:
         """Returns when the jobs that are pending now are over."""
         if self._jobs:
             over = asyncio.Event()
@@ -68,20 +68,20 @@ class Bookings:
                 over.set()
                 yield from ()
 
-            self.do(set_over())
+            self.add_job(set_over())
             await over.wait()
 
-    def _piece(self) -> None:
+    def _do_piece(self) -> None:
         """Do the next piece, and have the loop do the rest."""
         self._next_piece = None
         try:
             if self._jobs:
-                self._advance()
+                self._advance_job()
         finally:
             if self._jobs:
-                self._next_piece = asyncio.get_running_loop().call_soon(self._piece)
+                self._next_piece = asyncio.get_running_loop().call_soon(self._do_piece)
 
-    def _advance(self) -> None:
+    def _advance_job(self) -> None:
         """Do a piece of the first job, which is over if it ends or raises."""
         over = True
         try:
@@ -92,13 +92,13 @@ class Bookings:
 
     # Transactions
 
-    def commit(self) -> None:
+    def commit_all(self) -> None:
         """Do everything, and commit all buffered rows, now."""
-        self.finish()
-        for _ in self.committing():
+        self.finish_jobs()
+        for _ in self.commit_in_pieces():
             pass
 
-    def committing(self) -> Iterator[None]:
+    def commit_in_pieces(self) -> Iterator[None]:
         """A job, or the last part of one: commit all rows that are buffered when it starts.
 
         Raises FlowrlError if the ledger cannot be written; the waiting admissions raise it too.
@@ -109,7 +109,7 @@ class Bookings:
         waiting, self._admissions = self._admissions, None
         try:
             if self._ledger.dirty:
-                yield from self._ledger.writing()
+                yield from self._ledger.write_in_pieces()
         except FlowrlError as error:
             if waiting is not None:
                 waiting.set_exception(error)
@@ -120,7 +120,7 @@ class Bookings:
 
     def commit_soon(self) -> None:
         """Commit after the jobs that are pending now."""
-        self.do(self.committing())
+        self.add_job(self.commit_in_pieces())
 
     def this_tick(self) -> asyncio.Future[None]:
         """The next commit, which all admissions share until it starts.
@@ -133,7 +133,7 @@ class Bookings:
             loop.call_soon(self.commit_soon)
         return asyncio.shield(self._admissions)
 
-    def later(self) -> None:
+    def commit_later(self) -> None:
         """Commit what is buffered at the latest COMMIT_WITHIN_S from now."""
         if self._timer is None and self._ledger.dirty:
             self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit_soon)

@@ -53,13 +53,13 @@ class Sum:
     num_rows: int = 0
     row_hashes: int = 0
 
-    def changed(self, was: ChainRow | None, now: ChainRow | None) -> Sum:
+    def replace_row(self, was: ChainRow | None, now: ChainRow | None) -> Sum:
         """The sum with the row `was` replaced by `now`; None means no row."""
         num_rows = self.num_rows + (now is not None) - (was is not None)
         change = (0 if now is None else row_hash(now)) - (0 if was is None else row_hash(was))
         return Sum(num_rows, (self.row_hashes + change) % MODULUS)
 
-    def row(self, table: str) -> ChainRow:
+    def as_row(self, table: str) -> ChainRow:
         """The row of `contents` for this table."""
         return table, self.num_rows, f"{self.row_hashes:064x}"
 
@@ -82,7 +82,7 @@ class Commit:
     def after(cls, before: Commit | None, committed_s: float, digest: str) -> Commit:
         """The link that follows `before`; `before` is None for the first link."""
         number, head = (0, "") if before is None else (before.number + 1, before.head)
-        return cls(number, committed_s, digest, _hash((head, number, committed_s, digest)))
+        return cls(number, committed_s, digest, _hash_content((head, number, committed_s, digest)))
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ def row_hash(row: ChainRow) -> int:
 
 def digest_of(contents: Iterable[ChainRow]) -> str:
     """One hash over the rows of `contents`, which are ordered by name."""
-    return _hash(list(contents))
+    return _hash_content(list(contents))
 
 
-def _hash(content: Any) -> str:
+def _hash_content(content: Any) -> str:
     return hashlib.blake2b(msgpack.packb(content), digest_size=HEAD_BYTES).hexdigest()
 
 
@@ -130,7 +130,7 @@ def read_commits(db: sqlite3.Connection) -> Iterator[Commit]:
     return (Commit(*row) for row in db.execute("SELECT number, committed_s, digest, head FROM commits ORDER BY number"))
 
 
-def newest(db: sqlite3.Connection) -> Commit | None:
+def read_newest(db: sqlite3.Connection) -> Commit | None:
     """The last link, None before the first commit."""
     row = db.execute("SELECT number, committed_s, digest, head FROM commits ORDER BY number DESC LIMIT 1").fetchone()
     return None if row is None else Commit(*row)
@@ -151,7 +151,7 @@ class Chain:
         self.rewritten: dict[tuple[str, int], int] = {}
         """(table, rowid) of a row of the newest checkpoint that has changed -> the last commit that changed it."""
         known = {name: Sum(num_rows, int(row_hashes, 16)) for name, num_rows, row_hashes in read_contents(db)}
-        self.state = State(dict.fromkeys(tables, Sum()) | known, newest(db))
+        self.state = State(dict.fromkeys(tables, Sum()) | known, read_newest(db))
 
         def note_row_before(table: str, rowid: int, *row: Any) -> None:
             # Only the first change of a row in a transaction reports its content before the transaction.
@@ -177,9 +177,9 @@ class Chain:
         """The head of the last commit, "" before the first."""
         return self.state.newest.head if self.state.newest else ""
 
-    def extend(self, committed_s: float) -> State:
+    def extend_chain(self, committed_s: float) -> State:
         """Write the link of this transaction; returns the state for `settle`."""
-        pieces = self.extending(committed_s)
+        pieces = self.extend_in_pieces(committed_s)
         while True:
             try:
                 next(pieces)
@@ -187,23 +187,23 @@ class Chain:
                 state: State = end.value
                 return state
 
-    def extending(self, committed_s: float) -> Generator[None, None, State]:
+    def extend_in_pieces(self, committed_s: float) -> Generator[None, None, State]:
         """`extend` in pieces: it yields after each ROWS_AT_ONCE rows, and nothing may be written meanwhile."""
         before, sums = self.state, dict(self.state.sums)
         for number, ((table, _), (was, now)) in enumerate(self._changes.items(), 1):
-            sums[table] = sums[table].changed(was, now)
+            sums[table] = sums[table].replace_row(was, now)
             if number % ROWS_AT_ONCE == 0:
                 yield
         first = before.newest is None
         if sums == before.sums and not first:
             return before
-        contents = [sums[name].row(name) for name in sorted(sums)]
+        contents = [sums[name].as_row(name) for name in sorted(sums)]
         commit = Commit.after(before.newest, committed_s, digest_of(contents))
         self._db.executemany("INSERT OR REPLACE INTO contents VALUES (?, ?, ?)", contents)
         self._db.execute("INSERT INTO commits VALUES (?, ?, ?, ?)", astuple(commit))
         return State(sums, commit)
 
-    def settle(self, state: State | None) -> None:
+    def end_transaction(self, state: State | None) -> None:
         """End the transaction: committed with the state that `extend` returned, or rolled back (None)."""
         if state is not None and state.newest is not None and self.rows:
             old, number = self.rows, state.newest.number

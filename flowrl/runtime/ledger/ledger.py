@@ -111,7 +111,7 @@ class Ledger:
     def __init__(self, path: Path, terms: Terms | None = None, *, restored_from: Path | None = None) -> None:
         self.path = path
         if not path.exists():
-            ledger_file.create(path, terms or Terms())
+            ledger_file.create_ledger(path, terms or Terms())
         self._db = ledger_file.open_to_write(path)
         self._chain = Chain(self._db, ledger_file.TABLES)
         self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in STATEMENTS}
@@ -121,7 +121,7 @@ class Ledger:
         """The checkpoint that is being written."""
         self._chain.rows = {} if self._base is None else self._base.rows
 
-    def add(self, statement: str, *row: Any) -> None:
+    def add_row(self, statement: str, *row: Any) -> None:
         """Buffer one row for the statement of that name."""
         self._rows[statement].append(row)
 
@@ -135,15 +135,15 @@ class Ledger:
         """The head of the last commit; it binds everything committed."""
         return self._chain.head
 
-    def commit(self) -> None:
+    def commit_rows(self) -> None:
         """Write all buffered rows in one transaction.
 
         Raises FlowrlError if that fails; then nothing is written, and all rows stay buffered.
         """
-        for _ in self.writing():
+        for _ in self.write_in_pieces():
             pass
 
-    def writing(self) -> Iterator[None]:
+    def write_in_pieces(self) -> Iterator[None]:
         """`commit` in pieces, for the rows that are buffered when it starts. Run one at a time, and each to its end."""
         rows, self._rows = self._rows, {name: [] for name in STATEMENTS}
         linked = None
@@ -159,7 +159,7 @@ class Ledger:
                     if not room:
                         room = ROWS_AT_ONCE
                         yield
-            state = yield from self._chain.extending(time.time())
+            state = yield from self._chain.extend_in_pieces(time.time())
             self._db.execute("COMMIT")
             linked = state
         except (sqlite3.Error, OverflowError) as error:
@@ -173,7 +173,7 @@ class Ledger:
             if linked is None:
                 self._db.rollback()
                 self._rows = {name: rows[name] + later for name, later in self._rows.items()}
-            self._chain.settle(linked)
+            self._chain.end_transaction(linked)
 
     def group_of(self, sample_id: str) -> str | None:
         """The group of a committed sample, None if there is no such sample."""
@@ -196,7 +196,7 @@ class Ledger:
             for ticket, group_id, sample_id, member, held in rows
         ]
 
-    def fates(self) -> list[tuple[str, str, str, Fate]]:
+    def known_fates(self) -> list[tuple[str, str, str, Fate]]:
         """(group_id, sample_id, trainer, fate): the known fates in all groups with a sample in flight."""
         open_groups = "(SELECT group_id FROM samples WHERE state = 'in_flight')"
         used = self._db.execute(
@@ -236,7 +236,7 @@ class Ledger:
 
     def as_of_now(self) -> LedgerSnapshot:
         """Commit, and return a snapshot of the ledger after that."""
-        self.commit()
+        self.commit_rows()
         assert self._chain.state.newest is not None
         largest = "SELECT COALESCE(MAX(rowid), -1) FROM {}"
         rows = {name: self._db.execute(largest.format(name)).fetchone()[0] for name in ALL_TABLES}
@@ -244,7 +244,7 @@ class Ledger:
         self._asked = Base(Path(), self._chain.state.newest.number, rows)
         return LedgerSnapshot(self.path, self._asked.number, self._base, self._chain.rewritten)
 
-    def published(self, checkpoint: Path) -> None:
+    def note_published(self, checkpoint: Path) -> None:
         """The snapshot that was taken last is complete in this checkpoint, and the next one adds to it."""
         assert self._asked is not None
         self._base = replace(self._asked, checkpoint=checkpoint)
@@ -253,7 +253,7 @@ class Ledger:
 
     def close(self) -> None:
         """Commit, fold the WAL into the file, and close the file. If another process reads it, the WAL file stays."""
-        self.commit()
+        self.commit_rows()
         self._db.execute(f"PRAGMA busy_timeout = {FOLDED_WITHIN_MS}")
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()

@@ -174,7 +174,7 @@ BEGIN_INCARNATION = (
 )
 
 
-def restore(checkpoint: Path, path: Path, terms: Terms | None = None) -> None:
+def restore_ledger(checkpoint: Path, path: Path, terms: Terms | None = None) -> None:
     """Rewind the ledger at `path` to that of a checkpoint and start another incarnation; no process may be writing it.
 
     The ledger is built from the checkpoint alone; what is at `path` may be lost or damaged. The replacement is one
@@ -183,12 +183,12 @@ def restore(checkpoint: Path, path: Path, terms: Terms | None = None) -> None:
     fresh = _clear_file_beside(path)
     try:
         if ledger_segments.segments_of(checkpoint):
-            ledger_segments.rebuild(checkpoint, fresh, f"{SCHEMA}{chain.SCHEMA}")
+            ledger_segments.rebuild_ledger(checkpoint, fresh, f"{SCHEMA}{chain.SCHEMA}")
         else:  # of an earlier flowrl
             with closing(open_to_read(checkpoint / LEDGER)) as source, closing(sqlite3.connect(fresh)) as target:
                 source.backup(target)
     except (sqlite3.Error, UnicodeError) as error:
-        raise ConfigError(unreadable(checkpoint, error)) from None
+        raise ConfigError(describe_unreadable(checkpoint, error)) from None
     _begin_incarnation(fresh, terms or Terms())
     _replace_ledger(path, fresh)
 
@@ -237,7 +237,7 @@ DAMAGE = (sqlite3.Error, UnicodeError, OverflowError, MemoryError)
 """What a read of a damaged file raises: SQLite's errors, and those of a text or a size that it was given."""
 
 
-def unreadable(path: Path, error: BaseException) -> str:
+def describe_unreadable(path: Path, error: BaseException) -> str:
     """The message about a file that SQLite cannot read."""
     code = getattr(error, "sqlite_errorcode", None)
     if code == sqlite3.SQLITE_NOTADB:
@@ -258,7 +258,7 @@ def _require_format(db: sqlite3.Connection, path: Path) -> None:
         found = db.execute("PRAGMA user_version").fetchone()[0]
         there = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     except DAMAGE as error:
-        raise ConfigError(unreadable(path, error)) from None
+        raise ConfigError(describe_unreadable(path, error)) from None
     if found != FORMAT and "samples" in there:
         raise ConfigError(
             f"{path} is a ledger of format {found}, and this flowrl reads format {FORMAT}; audit and resume that run "
@@ -268,7 +268,7 @@ def _require_format(db: sqlite3.Connection, path: Path) -> None:
         raise ConfigError(f"{path} is no ledger of flowrl: it has no table {', '.join(missing)}")
 
 
-def create(path: Path, terms: Terms) -> None:
+def create_ledger(path: Path, terms: Terms) -> None:
     """Create a ledger with its first commit. No file may exist at `path`."""
     fresh = _clear_file_beside(path)
     _begin_incarnation(fresh, terms)
@@ -305,7 +305,7 @@ def _begin_incarnation(path: Path, terms: Terms) -> None:
             db.execute(statement)
         links, now = Chain(db, TABLES), time.time()
         db.execute(BEGIN_INCARNATION, (now, *terms.row()))
-        links.extend(now)
+        links.extend_chain(now)
         db.execute(f"PRAGMA user_version = {FORMAT}")
 
 

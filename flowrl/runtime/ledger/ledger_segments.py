@@ -171,7 +171,7 @@ def _link_segments(base: Base, directory: Path) -> list[Path] | None:
     return made
 
 
-def rebuild(checkpoint: Path, path: Path, schema: str) -> None:
+def rebuild_ledger(checkpoint: Path, path: Path, schema: str) -> None:
     """Write the ledger that the checkpoint's segments hold to a new file, whose tables `schema` creates.
 
     Raises ConfigError if the segments are not those of a whole ledger.

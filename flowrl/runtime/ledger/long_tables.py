@@ -18,7 +18,7 @@ class LongTables:
     def __init__(self) -> None:
         self._early: dict[str, list[Any]] = defaultdict(list)
 
-    def whole(self, events: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    def join_tables(self, events: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
         """The events in order, with whole tables, and without the events and fields that were needed to split them."""
         for kind, *fields in events:
             if kind == EARLY:

@@ -77,7 +77,7 @@ class RequestLedger:
             self._samples[sample_id].live.append(request)
             self._taken_up.append((sample_id, bool(is_generated), request))
 
-    def kept(self, generated: Collection[str], requests: Collection[str]) -> None:
+    def note_kept(self, generated: Collection[str], requests: Collection[str]) -> None:
         """Decide about what `take_up` has loaded: the checkpoint has the `generated` samples and the `requests`.
 
         Everything that is asked again for these samples is redone work, and these requests still count. All other
@@ -90,10 +90,10 @@ class RequestLedger:
             elif request.request_id in requests:
                 self._sample_of[request.request_id] = sample_id
             else:
-                self._abandon(sample_id, request, RESUMED)
+                self._abandon_request(sample_id, request, RESUMED)
         self._taken_up = []
 
-    def close(self, sample_id: str) -> None:
+    def close_sample(self, sample_id: str) -> None:
         """The sample has its fate: keep its requests for late reports until KEPT_CLOSED more samples are closed."""
         if sample_id in self._samples:
             self._closed.append(sample_id)
@@ -103,37 +103,37 @@ class RequestLedger:
 
     # Reports
 
-    def generated(
+    def book_generated(
         self, sample_id: str, generator: str, at_s: float, finish_reason: str, spans: Sequence[Sequence[Any]]
     ) -> None:
         """Book a sample that was not asked turn by turn: a request for each of its policy spans."""
         for earlier in list(self._samples[sample_id].live):
-            self._abandon(sample_id, earlier, GENERATED_AGAIN, redone=False)
+            self._abandon_request(sample_id, earlier, GENERATED_AGAIN, redone=False)
         for turn, (start, tokens, digest, oldest, newest) in enumerate(spans):
             sizes = (tokens, start, None)
             rest = (digest, *sizes, oldest, newest, generator, finish_reason, at_s)
             self._samples[sample_id].live.append(self._add_request(sample_id, sample_id, 0, turn, *rest))
 
-    def request(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
+    def book_request(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
         """Book the request of a turn; `rest` is the rest of its event."""
         state = self._samples[sample_id]
         played_now = [r for r in state.live if r.number not in self._before]
         for earlier in [r for r in played_now if (r.attempt, r.turn) == (attempt, turn)]:
-            self._abandon(sample_id, earlier, ASKED_AGAIN)
+            self._abandon_request(sample_id, earlier, ASKED_AGAIN)
         request = self._add_request(request_id, sample_id, attempt, turn, *rest)
         state.live.append(request)
         self._sample_of[request_id] = sample_id
         early = self._early.pop(request_id, None)
         reason = REDONE if sample_id in self._kept else state.void.get(attempt, early)
         if reason is not None:
-            self._abandon(sample_id, request, reason)
+            self._abandon_request(sample_id, request, reason)
 
-    def again(self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any) -> None:
+    def book_again(self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any) -> None:
         """Book a request that its caller reports, unless its generator reported it before it died."""
         if not self._ledger.has_request(request_id, sample_id, digest):
-            self.request(request_id, sample_id, attempt, turn, digest, *rest)
+            self.book_request(request_id, sample_id, attempt, turn, digest, *rest)
 
-    def lost(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
+    def book_lost(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
         """Book a request that its generator could not finish; `rest` is as for `request`, followed by the reason.
 
         Another generator is asked under the same id, and its report may have arrived already, so other requests stay as
@@ -141,42 +141,42 @@ class RequestLedger:
         """
         *of_request, reason = rest
         request = self._add_request(request_id, sample_id, attempt, turn, *of_request)
-        self._ledger.add("abandon", reason, request.number)
-        self._ledger.add("redone", request.tokens, sample_id)
+        self._ledger.add_row("abandon", reason, request.number)
+        self._ledger.add_row("redone", request.tokens, sample_id)
 
-    def abandoned(self, request_id: str, reason: str) -> None:
+    def book_abandoned(self, request_id: str, reason: str) -> None:
         """Abandon the newest request of this id, now or when its report arrives."""
         sample_id = self._sample_of.get(request_id)
         if sample_id is None:
             self._early[request_id] = reason
             return
         mine = [r for r in self._samples[sample_id].live if r.request_id == request_id]
-        self._abandon(sample_id, mine[-1], reason)
+        self._abandon_request(sample_id, mine[-1], reason)
 
-    def void(self, sample_id: str, attempt: int, cause: str) -> None:
+    def book_void(self, sample_id: str, attempt: int, cause: str) -> None:
         """Abandon all requests of the attempt, including those reported later. A repeated call changes nothing."""
         state = self._samples[sample_id]
         if attempt in state.void or sample_id in self._kept:
             return
         state.void[attempt] = cause
-        self._ledger.add("void", sample_id, attempt, cause)
+        self._ledger.add_row("void", sample_id, attempt, cause)
         for request in [r for r in state.live if r.attempt == attempt and r.number not in self._before]:
-            self._abandon(sample_id, request, cause)
+            self._abandon_request(sample_id, request, cause)
 
-    def episode(self, sample_id: str, row: Sequence[Any]) -> None:
+    def book_episode(self, sample_id: str, row: Sequence[Any]) -> None:
         """Book a finished episode. If a resume lost it, and it was played again, the earlier requests are abandoned."""
         state = self._samples[sample_id]
         for earlier in [r for r in state.live if r.number in self._before]:
-            self._abandon(sample_id, earlier, GENERATED_AGAIN, redone=False)
+            self._abandon_request(sample_id, earlier, GENERATED_AGAIN, redone=False)
         environment, attempts, turns, truncated, seconds, ended_s = row
-        self._ledger.add("episode", sample_id, environment, attempts, turns, truncated, None, seconds, ended_s)
+        self._ledger.add_row("episode", sample_id, environment, attempts, turns, truncated, None, seconds, ended_s)
 
     def episode_failed(self, sample_id: str, row: Sequence[Any]) -> None:
         """Book an episode that failed in all its attempts."""
         environment, attempts, turns, cause, seconds, ended_s = row
         if sample_id not in self._kept:
-            self.void(sample_id, attempts - 1, cause)
-            self._ledger.add("episode", sample_id, environment, attempts, turns, None, cause, seconds, ended_s)
+            self.book_void(sample_id, attempts - 1, cause)
+            self._ledger.add_row("episode", sample_id, environment, attempts, turns, None, cause, seconds, ended_s)
 
     # Rows
 
@@ -188,14 +188,14 @@ class RequestLedger:
         self._next += 1
         place, sizes = (request_id, sample_id, attempt, turn), (tokens, context, cached)
         made = (oldest, newest, generator, finish_reason, at_s)
-        self._ledger.add("request", request.number, *place, digest, *sizes, *made)
+        self._ledger.add_row("request", request.number, *place, digest, *sizes, *made)
         return request
 
-    def _abandon(self, sample_id: str, request: Request, reason: str, *, redone: bool = True) -> None:
+    def _abandon_request(self, sample_id: str, request: Request, reason: str, *, redone: bool = True) -> None:
         """Book the reason. Without `redone`, the sample's own event counts the tokens as redone."""
-        self._ledger.add("abandon", reason, request.number)
+        self._ledger.add_row("abandon", reason, request.number)
         if redone:
-            self._ledger.add("redone", request.tokens, sample_id)
+            self._ledger.add_row("redone", request.tokens, sample_id)
         self._samples[sample_id].live.remove(request)
         if self._sample_of.get(request.request_id) == sample_id:
             del self._sample_of[request.request_id]

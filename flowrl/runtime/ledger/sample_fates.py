@@ -40,14 +40,14 @@ class GroupFates:
         """Whether every sample has its fate at `trainer`."""
         return not any(trainer in trainers for trainers in self.open.values())
 
-    def made(self, trainer: str) -> int | None:
+    def newest_step(self, trainer: str) -> int | None:
         """The newest version of `trainer` whose batch contained a sample of the group; None if no batch did."""
         steps = [fate.step for fates in self.fates.values() if (fate := fates.get(trainer)) is not None]
         return max((step for step in steps if step is not None), default=None)
 
-    def known(self) -> dict[str, int | None]:
+    def known_steps(self) -> dict[str, int | None]:
         """Trainer that is done with the group -> the result of `made`."""
-        return {trainer: self.made(trainer) for trainer in self.held if self.is_done(trainer)}
+        return {trainer: self.newest_step(trainer) for trainer in self.held if self.is_done(trainer)}
 
 
 class Fates:
@@ -62,7 +62,7 @@ class Fates:
         self._finished: dict[str, dict[str, None]] = {trainer: {} for trainer in trainers}
         """Trainer -> samples of finished batches for which the trainer has booked no fate yet."""
 
-    def open(self, group_id: str, ticket: int, held: Mapping[str, int], members: Mapping[int, str]) -> GroupFates:
+    def open_group(self, group_id: str, ticket: int, held: Mapping[str, int], members: Mapping[int, str]) -> GroupFates:
         """Add an admitted group."""
         group = GroupFates(group_id, ticket, held, members, {sample: set(held) for sample in members.values()})
         self.groups[group_id] = group
@@ -85,7 +85,7 @@ class Fates:
         """The group of a sample with an open fate."""
         return self._group_of.get(sample_id)
 
-    def samples(self, group_id: str, member: int, sample_ids: Sequence[str]) -> list[str]:
+    def find_samples(self, group_id: str, member: int, sample_ids: Sequence[str]) -> list[str]:
         """The samples with an open fate to which a loss applies.
 
         These are `member` of the group; if `member` is below 0, those of `sample_ids`; if none are given, the whole
@@ -100,7 +100,7 @@ class Fates:
             chosen = list(sample_ids or group.open)
         return [sample for sample in chosen if sample in group.open]
 
-    def settle(self, sample_id: str, trainer: str, fate: Fate) -> GroupFates | None:
+    def settle_fate(self, sample_id: str, trainer: str, fate: Fate) -> GroupFates | None:
         """Note a fate. Returns its group; if the fate was known before, changes nothing and returns None.
 
         Raises FlowrlError if `trainer` uses a sample whose fate there is known already.
@@ -125,14 +125,14 @@ class Fates:
             del self.groups[group.group_id]
         return group
 
-    def finished(self, trainer: str, sample_ids: Iterable[str]) -> None:
+    def note_finished(self, trainer: str, sample_ids: Iterable[str]) -> None:
         """`trainer` has finished a batch with these samples."""
         for sample_id in sample_ids:
             group = self._group_of.get(sample_id)
             if group is not None and trainer in group.open[sample_id]:
                 self._finished[trainer][sample_id] = None
 
-    def unbooked(self) -> str:
+    def describe_unbooked(self) -> str:
         """A text about a trainer that finished samples without booking what it did with them; "" if there is none."""
         for trainer, samples in self._finished.items():
             if samples:
@@ -143,7 +143,7 @@ class Fates:
                 )
         return ""
 
-    def state(self, group: GroupFates, sample_id: str) -> Fate | None:
+    def final_state(self, group: GroupFates, sample_id: str) -> Fate | None:
         """The final state of the sample over all trainers; None while a fate is open."""
         if sample_id in group.open:
             return None

@@ -47,9 +47,9 @@ class PolicySpan(NamedTuple):
 
 def request_digest(context_ids: Array, token_ids: Array, logprobs: Array, versions: Array) -> str:
     """The digest of a request that sampled `token_ids` [N], `logprobs` [N] and `versions` [N] after `context_ids`."""
-    ids = hashlib.blake2b(_integers(context_ids), digest_size=DIGEST_BYTES)
-    ids.update(_integers(token_ids))
-    return _digest(ids, ((logprobs, FLOAT32), (versions, INT32)), (), len(context_ids), 0, len(logprobs))
+    ids = hashlib.blake2b(_as_int32(context_ids), digest_size=DIGEST_BYTES)
+    ids.update(_as_int32(token_ids))
+    return _finish_digest(ids, ((logprobs, FLOAT32), (versions, INT32)), (), len(context_ids), 0, len(logprobs))
 
 
 def policy_spans(sample: Sample) -> list[PolicySpan]:
@@ -75,20 +75,20 @@ def spans_by_sequence(sample: Sample) -> list[list[PolicySpan]]:
 def spans_of(sequence: Sample | Branch, added: Sequence[tuple[bytes, ColumnValues]] = ()) -> list[PolicySpan]:
     """The policy spans of one sequence: of a branch, or the sample's own. `added` are the names and values of the added
     columns, for this sequence alone."""
-    starts, ends = _runs(sequence.policy_mask)
+    starts, ends = _find_runs(sequence.policy_mask)
     token_ids = sequence.token_ids
     columns = [(getattr(sequence, name), number_type) for name, number_type in DIGESTED]
     ids, hashed = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
     spans = []
     for start, end in zip(starts, ends, strict=True):
-        ids.update(_integers(token_ids[hashed:end]))
+        ids.update(_as_int32(token_ids[hashed:end]))
         hashed = end
-        digest = _digest(ids.copy(), columns, added, start, start, end)
+        digest = _finish_digest(ids.copy(), columns, added, start, start, end)
         spans.append(PolicySpan(start, end - start, digest))
     return spans
 
 
-def _digest(
+def _finish_digest(
     ids: hashlib.blake2b,
     columns: Sequence[tuple[Array, np.dtype[Any]]],
     added: Sequence[tuple[bytes, ColumnValues]],
@@ -101,7 +101,7 @@ def _digest(
         if number_type is FLOAT32:
             ids.update(np.ascontiguousarray(values[start:end], FLOAT32).data)
         else:
-            ids.update(_integers(values[start:end]))
+            ids.update(_as_int32(values[start:end]))
     for name, one in added:
         values = one.cut(start, end).flat
         ids.update(name)
@@ -110,7 +110,7 @@ def _digest(
     return ids.hexdigest()
 
 
-def _runs(mask: Array) -> tuple[list[int], list[int]]:
+def _find_runs(mask: Array) -> tuple[list[int], list[int]]:
     """Where each maximal run of true elements begins, and the index after its last one."""
     padded = np.zeros(len(mask) + 2, np.int8)
     padded[1:-1] = mask
@@ -118,7 +118,7 @@ def _runs(mask: Array) -> tuple[list[int], list[int]]:
     return edges[::2], edges[1::2]
 
 
-def _integers(array: Array) -> memoryview:
+def _as_int32(array: Array) -> memoryview:
     """The bytes of the array as int32. Raises FlowrlError if a value does not fit."""
     if array.dtype != INT32:
         cast = array.astype(INT32)

@@ -114,11 +114,11 @@ class NodeContext:
 
     def metric(self, name: str, value: float) -> None:
         """Add to a counter of this replica; counters are read once per step and once per second."""
-        self.meters.add(name, value)
+        self.meters.add_to_counter(name, value)
 
     def gauge(self, name: str, value: float) -> None:
         """Record one observation; the mean and maximum since the last step are reported."""
-        self.meters.observe(name, value)
+        self.meters.add_observation(name, value)
 
     def progress(self, text: str) -> None:
         """Report one line about a long step of set-up."""
@@ -137,12 +137,12 @@ class NodeContext:
     def busy(self, name: str) -> Iterator[None]:
         """Counts the time inside as this replica's work; overlapping spans count once."""
         start = time.time_ns()
-        self.meters.enter()
+        self.meters.begin_work()
         try:
             yield
         finally:
-            self.meters.leave()
-            self.trace.slice(self.place.replica_id, name, start, time.time_ns())
+            self.meters.end_work()
+            self.trace.record_slice(self.place.replica_id, name, start, time.time_ns())
 
     def waiting(self, what: str) -> ActiveWait:
         """Inside, this code waits for another item of this node, or for a message from the driver.
@@ -211,25 +211,25 @@ class Meters:
     _depth: int = 0
     _since: float = 0.0
 
-    def add(self, name: str, value: float) -> None:
+    def add_to_counter(self, name: str, value: float) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + value
 
-    def observe(self, name: str, value: float) -> None:
+    def add_observation(self, name: str, value: float) -> None:
         number, total, largest = self.observed.get(name, (0, 0.0, -math.inf))
         value = float(value)  # a sum in a narrow numpy type would overflow
         self.observed[name] = number + 1, total + value, max(largest, value)
 
-    def enter(self) -> None:
+    def begin_work(self) -> None:
         if self._depth == 0:
             self._since = time.monotonic()
         self._depth += 1
 
-    def leave(self) -> None:
+    def end_work(self) -> None:
         self._depth -= 1
         if self._depth == 0:
             self.busy_s += time.monotonic() - self._since
 
-    def read(self) -> dict[str, object]:
+    def read_totals(self) -> dict[str, object]:
         """Totals so far, and number, sum and largest of the observations since the last read."""
         running = time.monotonic() - self._since if self._depth else 0.0
         observed, self.observed = self.observed, {}

@@ -27,7 +27,7 @@ from flowrl.graph.machine import require_files
 from flowrl.graph.node import Node
 from flowrl.hub import take_commits
 from flowrl.machine.processes import pid_space
-from flowrl.runtime.checkpoints.snapshots import SavedMessage, beside, pages, unpage
+from flowrl.runtime.checkpoints.snapshots import SavedMessage, as_frame, pack_pages, unpack_page
 from flowrl.runtime.process.context import DRIVER, ReplicaPlace
 from flowrl.runtime.process.replica import Replica, connect_ports
 from flowrl.runtime.telemetry.trace import TraceBuffer
@@ -52,7 +52,7 @@ class NodeError(Exception):
 
 
 @contextmanager
-def attributed(replica: Replica) -> Iterator[None]:
+def attribute_failures(replica: Replica) -> Iterator[None]:
     """Exceptions raised inside reach the driver as failures of the node. A node boundary."""
     try:
         yield
@@ -395,14 +395,14 @@ class ProcessEngine:
             replica.context.ledger.pause(True)
         messages: list[SavedMessage] = []
         for replica in replicas:
-            with attributed(replica):
+            with attribute_failures(replica):
                 messages += replica.saved()
-        self._kept = pages(messages)
+        self._kept = pack_pages(messages)
         states = {}
         for replica_id, replica in self.replicas.items():
-            with attributed(replica):
+            with attribute_failures(replica):
                 try:
-                    states[replica_id] = beside(dump_value(dict(replica.node.state())))
+                    states[replica_id] = as_frame(dump_value(dict(replica.node.state())))
                 except WireError as error:
                     raise FlowrlError(f"its `state()` cannot be stored in a checkpoint: {error}") from error
         outs = {
@@ -429,7 +429,7 @@ class ProcessEngine:
         """Load the states of a checkpoint."""
         for replica_id, replica in self.replicas.items():
             if replica_id in body["states"]:
-                with attributed(replica):
+                with attribute_failures(replica):
                     replica.node.load_state(load_value(body["states"][replica_id]))
             for name, out in replica.outbound.items():
                 out.sent_before.update(body["sent"])
@@ -437,7 +437,7 @@ class ProcessEngine:
 
     async def _send_again(self, host: str, page: list[Any]) -> None:
         """Accept messages of a checkpoint; they are sent on their lanes when the nodes run."""
-        for replica_id, edge, consumer, envelope in unpage(page):
+        for replica_id, edge, consumer, envelope in unpack_page(page):
             self.replicas[replica_id].restore((edge, consumer, envelope))
 
     async def _call_node(self, host: str, body: dict[str, Any]) -> Any:
@@ -445,7 +445,7 @@ class ProcessEngine:
         replica = self.replicas[body["replica_id"]]
         method = getattr(replica.node, body["method"])
         replica.activity.pending.enter()
-        with attributed(replica):
+        with attribute_failures(replica):
             return await method(**body.get("arguments", {}))
 
     # Reports
@@ -465,8 +465,8 @@ class ProcessEngine:
     def _send_report(self) -> None:
         """Send the totals of all replicas and lanes, with the events traced since the last report; if they are too
         many, further reports contain only the rest of them."""
-        first, *more = [*chunked(self.trace.drain())] or [[]]
-        nodes = {replica_id: replica.context.meters.read() for replica_id, replica in self.replicas.items()}
+        first, *more = [*chunked(self.trace.drain_events())] or [[]]
+        nodes = {replica_id: replica.context.meters.read_totals() for replica_id, replica in self.replicas.items()}
         lanes = {name: asdict(stats) for name, stats in self.endpoint.statistics().items()}
         for report in ({"nodes": nodes, "lanes": lanes, "trace": first}, *({"trace": events} for events in more)):
             self.endpoint.notify(DRIVER, "statistics", report)

@@ -133,7 +133,7 @@ class Replica:
         """Offer the samples in `items`, whose fate is decided here, for keeping; the last item with a sample counts."""
         samples = {sample.sample_id: sample for item in items for sample in samples_of(item.body)}
         if samples:
-            self.context.samples.decided(samples.values(), failed=failed)
+            self.context.samples.send_decided(samples.values(), failed=failed)
 
     def _ports_sent_on(self, items: Sequence[Item]) -> list[Outbound]:
         """The out ports on which something was made from `items`."""
@@ -199,7 +199,7 @@ class Replica:
         return self._begin_forward(items, marker, outs)
 
     def saved(self) -> list[SavedMessage]:
-        """The messages that no consumer has finished, and the records of items in progress, for `Snapshot.take`."""
+        """The messages that no consumer has finished, and records of items in progress, for `Snapshot.add_saved`."""
         replica_id = self.place.replica_id
         messages = [(replica_id, *kept) for out in self.outbound.values() for kept in out.unacked()]
         records = self.open_items.records()
@@ -216,12 +216,12 @@ class Replica:
         return await self.context.ledger.admit(self.place.node, samples, trainers=trainers)
 
     def trace_sent(self, envelope: Envelope) -> None:
-        self._trace.sent(self.place.replica_id, envelope)
+        self._trace.record_sent(self.place.replica_id, envelope)
 
     def trace_wait(self, what: str, since_ns: int) -> None:
         now = time.time_ns()
         if now - since_ns >= TRACED_WAIT_NS:
-            self._trace.slice(self.place.replica_id, what, since_ns, now, kind="wait")
+            self._trace.record_slice(self.place.replica_id, what, since_ns, now, kind="wait")
 
     def restore(self, kept: Kept) -> None:
         """Send a checkpoint's message again once the node runs: the send may have to wait for credit."""
@@ -231,7 +231,7 @@ class Replica:
         self._restored += [(out, kept) for out in ports]
 
     def trace_invocation(self, item: Item, *, begins: bool) -> None:
-        self._trace.item(self.place.replica_id, item.envelope, begins=begins)
+        self._trace.record_item(self.place.replica_id, item.envelope, begins=begins)
 
     def gate(self, by: str, *, open_: bool) -> None:
         """Open or close the gates of the in ports for `by`."""

@@ -39,7 +39,7 @@ class BoundedLines:
         path.parent.mkdir(exist_ok=True)
         self._open_file()
 
-    def append(self, line: bytes) -> None:
+    def append_line(self, line: bytes) -> None:
         """Write one line. After an OSError the file may end with a part of it, and only `close` may be called."""
         if self._size + len(line) > MOST_BYTES or self._num_lines >= self._most_lines:
             self._file.close()
@@ -70,7 +70,7 @@ class KeptEpisodes:
         self._warned = False
         self._files: dict[str, BoundedLines] = {}
 
-    def add(self, sample_id: str, line: bytes, *, failed: bool) -> None:
+    def add_attempt(self, sample_id: str, line: bytes, *, failed: bool) -> None:
         """Keep one attempt; `line` is its record as JSON."""
         if not self._number:
             return
@@ -80,7 +80,7 @@ class KeptEpisodes:
                 if name not in self._files:
                     most_lines = self._number if name == RECENT else None
                     self._files[name] = BoundedLines(self._folder / f"{name}.jsonl", most_lines=most_lines)
-                self._files[name].append(line)
+                self._files[name].append_line(line)
         except OSError as problem:
             self.close()  # the next attempt opens the files again, and cuts incomplete lines off
             self._files.clear()

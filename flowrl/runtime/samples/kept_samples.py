@@ -70,7 +70,7 @@ class KeptSamples:
         self._stopped = self._told_bound = False
         self._began_s = self._written_s = time.monotonic()
 
-    def add(self, records: Iterable[SampleRecord]) -> None:
+    def add_records(self, records: Iterable[SampleRecord]) -> None:
         """Take records from a replica."""
         for record in records:
             sample_id = record["sample_id"]
@@ -86,7 +86,7 @@ class KeptSamples:
             elif _add_bounded(self._open, sample_id, record, self._most_open):
                 self._note_lost(f"more than {self._most_open} records wait for the states of their samples")
 
-    def closed(self, sample_id: str, state: str, reason: str | None, step: int) -> None:
+    def note_closed(self, sample_id: str, state: str, reason: str | None, step: int) -> None:
         """The state of a sample is known; `step` is the batch that trained it, or else the one being made."""
         found = {"state": state, "reason": reason, "step": step, "closed_s": time.time()}
         record = self._open.pop(sample_id, None)
@@ -100,7 +100,7 @@ class KeptSamples:
         if self._num_lost == 1:
             self._warn(f"not all samples are kept in {self._run_dir / FOLDER}: {why}")
 
-    async def flush(self) -> None:
+    async def flush_rows(self) -> None:
         """Returns when everything kept so far is in the files, or keeping has stopped."""
         while self._writing is not None or self._rows:
             if self._writing is None:

@@ -38,7 +38,7 @@ NAME = re.compile(r"(train|held_out)_(\d+)-(\d+)_(\d+)\.parquet")
 
 
 @functools.cache
-def schema() -> Any:
+def rollout_schema() -> Any:
     """The columns, as pyarrow takes them."""
     import pyarrow as pa
 
@@ -116,7 +116,7 @@ def write_rollouts(run_dir: Path, rows: Sequence[SampleRecord], number: int) -> 
                 }
                 for row in mine
             ]
-            _write_table(run_dir / FOLDER / name, pa.Table.from_pylist(columns, schema=schema()))
+            _write_table(run_dir / FOLDER / name, pa.Table.from_pylist(columns, schema=rollout_schema()))
             number += 1
     return number
 
@@ -158,12 +158,12 @@ def columns_of(path: Path, names: Sequence[str] | None = None) -> Any:
     """These columns of a file, by default all. pyarrow's `read_table` would import pandas, which takes longer."""
     import pyarrow.parquet as pq
 
-    with readable(path), pq.ParquetFile(path) as file:
+    with convert_read_errors(path), pq.ParquetFile(path) as file:
         return file.read(columns=None if names is None else list(names))
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def convert_read_errors(path: Path) -> Iterator[None]:
     """Errors of pyarrow inside, for example for a damaged file, become a ConfigError that names the file."""
     try:
         yield
@@ -210,7 +210,7 @@ class RowPlace:
     step: int
 
 
-def find(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
+def find_rows(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
     """The rows that the query asks for. Without a step, the order "last" gives rows of the newest step kept.
 
     Raises ConfigError if nothing is kept.
@@ -219,11 +219,11 @@ def find(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
     if query.order in ("best", "worst"):
         return _read_rows(_find_extreme(files, query))
     if query.order == "failed":
-        chosen = (place for file in reversed(files) for place in reversed([*_places(file, query)]))
+        chosen = (place for file in reversed(files) for place in reversed([*_find_places(file, query)]))
         return _read_rows(list(itertools.islice(chosen, query.limit)))
     step = files[-1].last if query.step is None and files else query.step
     newest = SampleQuery(step, "last", query.held_out, query.limit)
-    chosen = (place for file in files if file.first <= (step or 0) <= file.last for place in _places(file, newest))
+    chosen = (place for file in files if file.first <= (step or 0) <= file.last for place in _find_places(file, newest))
     return _read_rows(list(itertools.islice(chosen, query.limit)))
 
 
@@ -236,7 +236,7 @@ def find_sample(run_dir: Path, sample_id: str) -> SampleRow | None:
     return None
 
 
-def pairs(run_dir: Path, step: int, other: int, *, limit: int) -> list[tuple[SampleRow, SampleRow]]:
+def find_pairs(run_dir: Path, step: int, other: int, *, limit: int) -> list[tuple[SampleRow, SampleRow]]:
     """Answers to the same questions at steps `other` and `step`, the largest changes of reward first.
 
     Held-out answers if the two steps have some in common, else samples of the training. Raises ConfigError if the steps
@@ -247,7 +247,7 @@ def pairs(run_dir: Path, step: int, other: int, *, limit: int) -> list[tuple[Sam
         sides = []
         for one in (other, step):
             query = SampleQuery(one, held_out=held_out)
-            places = [place for file in files if file.first <= one <= file.last for place in _places(file, query)]
+            places = [place for file in files if file.first <= one <= file.last for place in _find_places(file, query)]
             sides.append({tuple(row[name] for name in PAIRING): row for row in _read_rows(places)})
         if found := [(row, sides[1][key]) for key, row in sides[0].items() if key in sides[1]]:
             return sorted(found, key=lambda two: -abs((two[1]["reward"] or 0.0) - (two[0]["reward"] or 0.0)))[:limit]
@@ -292,7 +292,7 @@ def _find_extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[RowP
             break
         scored = [
             (sign * place.reward, place.step, place.index, place)
-            for place in _places(file, query)
+            for place in _find_places(file, query)
             if place.reward is not None
         ]
         best = heapq.nlargest(query.limit, [*best, *scored], key=lambda entry: entry[:3])
@@ -306,7 +306,7 @@ def _bound_rewards(file: RolloutFile, sign: float) -> float:
     """
     import pyarrow.parquet as pq
 
-    with readable(file.path):
+    with convert_read_errors(file.path):
         metadata = pq.read_metadata(file.path)
     column = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "reward")
     bounds = []
@@ -321,7 +321,7 @@ def _bound_rewards(file: RolloutFile, sign: float) -> float:
     return max(bounds, default=-math.inf)
 
 
-def _places(file: RolloutFile, query: SampleQuery) -> Iterator[RowPlace]:
+def _find_places(file: RolloutFile, query: SampleQuery) -> Iterator[RowPlace]:
     """The rows of the file that match the query's step; only failed ones if the query asks for those."""
     found = columns_of(file.path, CHOOSING).to_pydict()
     for index, (step, state, reward) in enumerate(zip(found["step"], found["state"], found["reward"], strict=True)):
@@ -336,7 +336,7 @@ def _read_rows(places: Sequence[RowPlace]) -> list[SampleRow]:
     rows: dict[RowPlace, SampleRow] = {}
     for number, mine in itertools.groupby(sorted(places, key=lambda one: one.file.number), lambda one: one.file):
         wanted = list(mine)
-        with readable(number.path), pq.ParquetFile(number.path) as opened:
+        with convert_read_errors(number.path), pq.ParquetFile(number.path) as opened:
             start = 0
             for group in range(opened.num_row_groups):
                 size = opened.metadata.row_group(group).num_rows

@@ -145,7 +145,7 @@ class SampleChoice:
         self._credit_s = FIRST_S
         self._seen_s: float | None = None
 
-    def may(self) -> bool:
+    def may_keep(self) -> bool:
         """Whether any group can be kept now."""
         if self._share is not None:
             return self._share > 0
@@ -155,12 +155,12 @@ class SampleChoice:
         self._seen_s = now
         return self._credit_s > 0
 
-    def wants(self, group_id: str) -> bool:
+    def keeps_group(self, group_id: str) -> bool:
         """Whether the samples of the group are kept."""
-        return self.may() if self._share is None else hash_group(group_id) < self._share
+        return self.may_keep() if self._share is None else hash_group(group_id) < self._share
 
     @contextmanager
-    def spending(self) -> Iterator[None]:
+    def count_time(self) -> Iterator[None]:
         """Count the time inside as spent on keeping."""
         began_s = self._clock()
         yield
@@ -182,26 +182,26 @@ class SampleNotes:
         self._choice = SampleChoice(keep.share)
         self._choice_of_failed = SampleChoice(1.0 if keep.share else keep.share)
 
-    def decided(self, samples: Iterable[Prompt | Sample], *, failed: bool = False) -> None:
+    def send_decided(self, samples: Iterable[Prompt | Sample], *, failed: bool = False) -> None:
         """Send the records of samples that a trainer has finished, or that are lost, if they are kept.
 
         Groups are kept whole, in an order that does not depend on that of the batch.
         """
         choice = self._choice_of_failed if failed else self._choice
-        if not choice.may():
+        if not choice.may_keep():
             return
-        with choice.spending():
+        with choice.count_time():
             groups: dict[str, list[Prompt | Sample]] = {}
             for sample in samples:
                 groups.setdefault(sample.group_id, []).append(sample)
             order = sorted(groups, key=hash_group)
         records: list[SampleRecord] = []
         for group_id in order:
-            if choice.wants(group_id):
-                with choice.spending():
+            if choice.keeps_group(group_id):
+                with choice.count_time():
                     records += [record_of(sample, token_ids=self._token_ids) for sample in groups[group_id]]
         if records:
-            with choice.spending():
+            with choice.count_time():
                 for chunk in chunked(records):
                     self._send(chunk)
 

@@ -78,9 +78,9 @@ class Alarms:
         self._first: list[float] = []
         """The entropies of the run's first lines that have one, at most `window`."""
         for record in before:
-            self.look(record)
+            self.look_at_line(record)
 
-    def look(self, record: Mapping[str, Any]) -> dict[str, str]:
+    def look_at_line(self, record: Mapping[str, Any]) -> dict[str, str]:
         """The alarms that ring at this line, with their messages."""
         ringing = {}
         for name, (figure, limit_name) in FIGURES.items():
@@ -143,15 +143,15 @@ class Metrics:
         self._tables = tables or SampleTables(Tracking())
         self._watch, self._watch_evaluation = watch, watch_evaluation
         self._step = 0
-        before = read(run_dir / METRICS)
+        before = read_lines(run_dir / METRICS)
         self._alarms = Alarms(limits or AlarmThresholds(), before)
         self._start_s = time.monotonic() - (before[-1]["time_s"] if before else 0.0)
         self._file = (run_dir / METRICS).open("a", encoding="utf-8")
         self._evaluations = run_dir / EVALUATIONS
-        self.evaluated = {(str(line.get("phase")), int(line["step"])) for line in read(self._evaluations)}
+        self.evaluated = {(str(line.get("phase")), int(line["step"])) for line in read_lines(self._evaluations)}
         """(phase, version) of each evaluation that has a line."""
 
-    def line(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    def write_line(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Complete, write and return the record of a finished batch."""
         full: dict[str, Any] = dict.fromkeys(METRIC_NAMES)
         full["time_s"] = round(time.monotonic() - self._start_s, 3)
@@ -160,15 +160,15 @@ class Metrics:
             full[name if node == name else f"{self._roles.get(node, node)}_busy_s"] = value
         full.update({name: value for name, value in record.items() if value is not None})
         full.update({name: full[part] / full[of] for name, (part, of) in SHARES.items() if full.get(of)})
-        full = _finite(full)
-        full["alarms"] = self._alarms.look(full)
+        full = _drop_infinite(full)
+        full["alarms"] = self._alarms.look_at_line(full)
         text = json.dumps(full)
         self._file.write(text + "\n")
         self._file.flush()
         self._step = full["step"]
         if self._record_line is not None:
             self._record_line(self._step, line_hash(text))
-        scalars = {name: value for name, value in flat(full).items() if name != "step"}
+        scalars = {name: value for name, value in flatten_numbers(full).items() if name != "step"}
         self._watch(scalars)
         scalars |= {f"alarm/{name}": float(name in full["alarms"]) for name in ALARMS}
         rows = self._tables.take_trained(self._step) if self._sinks else []
@@ -178,7 +178,7 @@ class Metrics:
                 sink.table(self._step, "samples", rows)
         return full
 
-    def evaluation(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+    def write_evaluation(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Write the results of an evaluation of version `step`; the ledger has every single answer.
 
         `phase` is before, during or after training; `end` if a trainer itself has measured held-out rows after its last
@@ -188,7 +188,7 @@ class Metrics:
         """
         self._watch_evaluation(phase, values)
         time_s = round(time.monotonic() - self._start_s, 3)
-        record = _finite({"step": step, "phase": phase, "time_s": time_s, **values})
+        record = _drop_infinite({"step": step, "phase": phase, "time_s": time_s, **values})
         with self._evaluations.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         self.evaluated.add((phase, step))
@@ -221,18 +221,18 @@ def whole_lines(path: Path) -> list[str]:
     return whole.split("\n") if whole else []
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """All complete lines of a metrics file, parsed. Raises ConfigError for a line that is no valid record."""
     found = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            found.append(parse(line))
+            found.append(parse_line(line))
         except ValueError as problem:
             raise ConfigError(f"{path}:{number} is damaged: {problem}; remove that line, or the file") from None
     return found
 
 
-def parse(line: str) -> dict[str, Any]:
+def parse_line(line: str) -> dict[str, Any]:
     """The record of one line. Raises ValueError with the reason if the line is no valid record."""
     try:
         record = json.loads(line)
@@ -245,12 +245,12 @@ def parse(line: str) -> dict[str, Any]:
     return record
 
 
-def rewind(path: Path, step: int, *, phases: Collection[str] | None = None) -> None:
+def rewind_lines(path: Path, step: int, *, phases: Collection[str] | None = None) -> None:
     """Keep only the lines up to `step`, unchanged: a resumed run continues from the checkpoint of that step.
 
     Of the lines of `step` itself, only those of the `phases` are kept, if these are given.
     """
-    lines = zip(whole_lines(path), read(path), strict=True)
+    lines = zip(whole_lines(path), read_lines(path), strict=True)
     temporary = path.with_name(f".{path.name}.tmp")
     kept = "".join(
         line + "\n"
@@ -261,27 +261,27 @@ def rewind(path: Path, step: int, *, phases: Collection[str] | None = None) -> N
     temporary.replace(path)
 
 
-def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def flatten_numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """The numbers of a record, with nested names joined by "/", for sinks that accept only scalars."""
     scalars: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
-            scalars |= flat(value, f"{prefix}{name}/")
+            scalars |= flatten_numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float):
             scalars[prefix + name] = float(value)
     return scalars
 
 
-def _finite(value: Any) -> Any:
+def _drop_infinite(value: Any) -> Any:
     """Replace numbers that are not finite by None: JSON has no NaN."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: _drop_infinite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [_drop_infinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def roles(graph: Graph) -> dict[str, str]:
+def node_roles(graph: Graph) -> dict[str, str]:
     """Node name -> role, so that `generator_busy_s` is the generator's, whatever its name in the graph.
 
     If there are several nodes of one kind (actor and critic are trainers), the first one has the role.
@@ -347,7 +347,7 @@ class EarlyStop:
         """The metric of the rule if it has had no value yet, otherwise ""."""
         return "" if self._seen else self._rule.metric
 
-    def look(self, values: Mapping[str, object]) -> None:
+    def look_at_line(self, values: Mapping[str, object]) -> None:
         """Take the value of the metric, if it is among `values`, and end the run if the rule says so."""
         rule = self._rule
         value = self._finite_value(values)
@@ -371,22 +371,22 @@ class EarlyStop:
             self._stopped = True
             self._stop(reason)
 
-    def evaluated(self, phase: str, values: Mapping[str, object]) -> None:
+    def look_at_evaluation(self, phase: str, values: Mapping[str, object]) -> None:
         """Take the value of the metric of an evaluation before, during or after training."""
         if phase == "during":
-            self.look(values)
+            self.look_at_line(values)
         elif phase == "before" and (value := self._finite_value(values)) is not None:
             self._best = value if self._rule.best == "highest" else -value
 
-    def recall(self, run_dir: Path) -> None:
+    def recall_records(self, run_dir: Path) -> None:
         """Take the values in the records of a resumed run, without ending it: the counts continue from there."""
         if not self._rule.metric:
             return
         stopped, self._stopped = self._stopped, True
-        for line in read(run_dir / METRICS):
-            self.look(flat(line))
-        for line in read(run_dir / EVALUATIONS):
-            self.evaluated(line.get("phase", ""), line)
+        for line in read_lines(run_dir / METRICS):
+            self.look_at_line(flatten_numbers(line))
+        for line in read_lines(run_dir / EVALUATIONS):
+            self.look_at_evaluation(line.get("phase", ""), line)
         self._stopped = stopped
 
     def _finite_value(self, values: Mapping[str, object]) -> float | None:

@@ -48,7 +48,7 @@ class Tracking:
                     f"--tracking.{name.replace('_', '-')} is {getattr(self, name)}; it has to be 0 or more"
                 )
 
-    def named(self, field_name: str, *variables: str) -> str | None:
+    def find_name(self, field_name: str, *variables: str) -> str | None:
         """The option, else the first of these environment variables that is set, else None."""
         found: str = getattr(self, field_name)
         return found or next((value for name in variables if (value := os.environ.get(name))), None)
@@ -62,7 +62,7 @@ class SampleTables:
     _trained: list[Mapping[str, Any]] = field(default_factory=list)
     _held_out: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add_row(self, row: Mapping[str, Any]) -> None:
         """Add a kept sample. The last samples of training are shown, and the first ones of an evaluation."""
         most = self.tracking.samples
         if row["state"] != "held_out":
@@ -76,15 +76,15 @@ class SampleTables:
         if not every or (step - 1) % every:
             return []
         rows, self._trained = self._trained, []
-        return table(rows)
+        return table_rows(rows)
 
     def take_held_out(self) -> list[list[Any]]:
         """The table of an evaluation that has ended."""
         rows, self._held_out = self._held_out, []
-        return table(rows)
+        return table_rows(rows)
 
 
-def table(rows: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
+def table_rows(rows: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
     """Rows with the columns COLUMNS."""
     return [
         [
@@ -100,7 +100,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
     ]
 
 
-def markdown(rows: Sequence[Sequence[Any]]) -> str:
+def format_markdown(rows: Sequence[Sequence[Any]]) -> str:
     """A table as TensorBoard's text plug-in shows it."""
 
     def escape_cell(value: Any) -> str:
@@ -127,7 +127,7 @@ class TensorBoard:
     def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
         self._folder = str(run_dir / "tensorboard")
         self._texts: Any = None
-        self._writer = _import("tensorboard", "tensorboard.summary").Writer(str(run_dir / "tensorboard"))
+        self._writer = _import_module("tensorboard", "tensorboard.summary").Writer(str(run_dir / "tensorboard"))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
@@ -135,15 +135,15 @@ class TensorBoard:
 
     def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
         event, summary, tensor, tensor_shape = (
-            _import("tensorboard", f"tensorboard.compat.proto.{name}_pb2")
+            _import_module("tensorboard", f"tensorboard.compat.proto.{name}_pb2")
             for name in ("event", "summary", "tensor", "tensor_shape")
         )
         if self._texts is None:
-            writer = _import("tensorboard", "tensorboard.summary.writer.event_file_writer")
+            writer = _import_module("tensorboard", "tensorboard.summary.writer.event_file_writer")
             self._texts = writer.EventFileWriter(self._folder, filename_suffix=".samples")
         shape = tensor_shape.TensorShapeProto(dim=[tensor_shape.TensorShapeProto.Dim(size=1)])
-        text = tensor.TensorProto(dtype="DT_STRING", string_val=[markdown(rows).encode()], tensor_shape=shape)
-        metadata = _import("tensorboard", "tensorboard.plugins.text.metadata").create_summary_metadata(name, "")
+        text = tensor.TensorProto(dtype="DT_STRING", string_val=[format_markdown(rows).encode()], tensor_shape=shape)
+        metadata = _import_module("tensorboard", "tensorboard.plugins.text.metadata").create_summary_metadata(name, "")
         value = summary.Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=text)
         self._texts.add_event(event.Event(wall_time=time.time(), step=step, summary=summary.Summary(value=[value])))
 
@@ -171,13 +171,13 @@ class WandB:
     """A W&B run with the id of the run directory; a resumed run continues it. WANDB_MODE=offline keeps it local."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
-        self._wandb = _import("wandb", "wandb")
+        self._wandb = _import_module("wandb", "wandb")
         try:
             self._run = self._wandb.init(
-                project=tracking.named("project", "WANDB_PROJECT") or PROJECT,
-                entity=tracking.named("entity", "WANDB_ENTITY"),
-                group=tracking.named("group", "WANDB_RUN_GROUP"),
-                name=tracking.named("name", "WANDB_NAME") or run_dir.resolve().name,
+                project=tracking.find_name("project", "WANDB_PROJECT") or PROJECT,
+                entity=tracking.find_name("entity", "WANDB_ENTITY"),
+                group=tracking.find_name("group", "WANDB_RUN_GROUP"),
+                name=tracking.find_name("name", "WANDB_NAME") or run_dir.resolve().name,
                 id=tracking_id(run_dir),
                 resume="allow",
                 dir=str(run_dir),
@@ -205,11 +205,11 @@ class Trackio:
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
-        self._trackio = _import("trackio", "trackio")
+        self._trackio = _import_module("trackio", "trackio")
         self._run = self._trackio.init(  # its module knows the run only in the task that started it
-            project=tracking.named("project", "TRACKIO_PROJECT") or PROJECT,
-            name=f"{tracking.named('name') or run_dir.resolve().name}-{tracking_id(run_dir)}",
-            group=tracking.named("group"),
+            project=tracking.find_name("project", "TRACKIO_PROJECT") or PROJECT,
+            name=f"{tracking.find_name('name') or run_dir.resolve().name}-{tracking_id(run_dir)}",
+            group=tracking.find_name("group"),
             resume="allow",
             config=dict(config),
         )
@@ -246,7 +246,7 @@ def require_logins(names: Sequence[str]) -> None:
     """Raise ConfigError for a sink that needs a login if the user is not logged in. Contacts no server."""
     if "wandb" not in names:
         return
-    wandb = _import("wandb", "wandb")
+    wandb = _import_module("wandb", "wandb")
     if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
         raise ConfigError(
             "metrics go to wandb, where nobody is logged in; run wandb login, set WANDB_API_KEY, or set "
@@ -262,7 +262,7 @@ def open_sinks(
     return [SINKS[name](run_dir, config, tracking or Tracking()) for name in names]
 
 
-def _import(package: str, module: str) -> Any:
+def _import_module(package: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -21,7 +21,7 @@ REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u
 """Characters that reorder the text around them."""
 
 
-def shown(text: str) -> str:
+def escape_controls(text: str) -> str:
     """`text` with escapes instead of the characters that would move the cursor, change colours or reorder the text."""
     return "".join(
         character.encode("unicode_escape").decode()
@@ -61,7 +61,7 @@ def print_text(
 ) -> None:
     """Print like `print`; the only way in which texts for people get to a stream without rich."""
     text = sep.join(map(str, parts))
-    print(shown(text), file=stream, end=end, flush=flush)
+    print(escape_controls(text), file=stream, end=end, flush=flush)
 
 
 def open_closed() -> None:
@@ -82,7 +82,7 @@ def open_closed() -> None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def flush(stream: TextIO) -> None:
+def flush_stream(stream: TextIO) -> None:
     """Write what `stream` holds back; if that fails, let go of it."""
     try:
         stream.flush()
@@ -98,7 +98,7 @@ def let_go(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def say(text: str, stream: TextIO) -> None:
+def print_line(text: str, stream: TextIO) -> None:
     """Print a line to `stream`, which may have no reader any longer."""
     try:
         print_text(text, stream=stream, flush=True)

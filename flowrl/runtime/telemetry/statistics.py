@@ -49,7 +49,7 @@ class _Meter:
     _points: deque[tuple[float, float]] = field(default_factory=deque)
     """(time of a reading in seconds, total), oldest first: those of the last WINDOW_S, and the one before them."""
 
-    def read(self, total: float, now_s: float) -> None:
+    def add_reading(self, total: float, now_s: float) -> None:
         """Add a reading; the total of a restarted replica begins at 0 again."""
         self.since_line += float(total - self.total if total >= self.total else total)
         if total < self.total:
@@ -67,7 +67,7 @@ class _Meter:
         (start_s, start), (end_s, end) = self._points[0], self._points[-1]
         return (end - start) / (end_s - start_s) if end_s > start_s else 0.0
 
-    def take(self) -> float:
+    def take_growth(self) -> float:
         """The growth since the last call."""
         value, self.since_line = self.since_line, 0.0
         return value
@@ -90,12 +90,12 @@ class Statistics:
         self._lost: set[str] = set()
         """The node replicas whose processes are lost; they report nothing more."""
 
-    def absorb(self, body: Mapping[str, Any], now_s: float) -> None:
+    def add_report(self, body: Mapping[str, Any], now_s: float) -> None:
         """Add one process's report. Both ends of a lane may report it; the sender's blocking counts."""
         for replica_id, meters in body.get("nodes", {}).items():
-            self._busy[replica_id].read(meters["busy_s"], now_s)
+            self._busy[replica_id].add_reading(meters["busy_s"], now_s)
             for name, total in meters["counters"].items():
-                self._counters[replica_id, name].read(total, now_s)
+                self._counters[replica_id, name].add_reading(total, now_s)
             for name, (count, total, largest) in meters["observed"].items():
                 before = self._observed.get(name, (0, 0.0, largest))
                 self._observed[name] = (before[0] + count, before[1] + total, max(before[2], largest))
@@ -106,27 +106,27 @@ class Statistics:
                 self._depth[lane] = report["depth"]
                 blocked[end] = max(blocked.get(end, 0.0), report["blocked_s"])
         for end, blocked_s in blocked.items():
-            self._blocked[end].read(blocked_s, now_s)
+            self._blocked[end].add_reading(blocked_s, now_s)
 
-    def lost(self, replica_id: str, counter: str, now_s: float) -> None:
+    def note_lost(self, replica_id: str, counter: str, now_s: float) -> None:
         """The process of this replica is lost: count that in `counter`, unless the replica itself has counted it."""
         self._lost.add(replica_id)
         for lane in [lane for lane in self._depth if consumer_of(lane) in self._lost]:
             del self._depth[lane]
         counted = self._counters[replica_id, counter]
-        counted.read(max(counted.total, 1.0), now_s)
+        counted.add_reading(max(counted.total, 1.0), now_s)
 
     def since_line(self) -> dict[str, Any]:
         """Sums, means and edges since the last call, by the names of a metrics line."""
         line: dict[str, Any] = {}
         for (_, name), meter in self._counters.items():
-            grown = meter.take()
+            grown = meter.take_growth()
             line[name] = line.get(name, 0) + (
                 int(grown) if grown.is_integer() else grown
             )  # counts are integers in JSON
         for replica_id, meter in self._busy.items():
             name = f"{without_replicas(replica_id)}_busy_s"
-            line[name] = line.get(name, 0.0) + meter.take()
+            line[name] = line.get(name, 0.0) + meter.take_growth()
         for name, (count, total, largest) in self._observed.items():
             line[name], line[f"{name}_max"] = total / count, largest
         self._observed = {}
@@ -135,7 +135,7 @@ class Statistics:
         for lane, depth in self._depth.items():
             edges.setdefault(without_replicas(lane), {"depth": 0, "blocked_s": 0.0})["depth"] += depth
         for end, meter in self._blocked.items():
-            edges.setdefault(without_replicas(end), {"depth": 0, "blocked_s": 0.0})["blocked_s"] += meter.take()
+            edges.setdefault(without_replicas(end), {"depth": 0, "blocked_s": 0.0})["blocked_s"] += meter.take_growth()
         return line | {"edges": edges}
 
     def counter_rate(self, name: str) -> float:
@@ -143,7 +143,7 @@ class Statistics:
         meters = {one: meter for (one, key), meter in self._counters.items() if key == name}
         return sum(meter.rate for replica_id, meter in meters.items() if replica_id not in self._lost)
 
-    def total(self, name: str) -> float:
+    def counter_total(self, name: str) -> float:
         """A counter over all replicas as last reported."""
         return sum(meter.total for (_, key), meter in self._counters.items() if key == name)
 
@@ -185,7 +185,7 @@ def producer_end(lane: str) -> str:
     return producer + arrow + REPLICA.sub("", consumer)
 
 
-def bottleneck(nodes: Iterable[NodeNow], edges: Iterable[EdgeNow]) -> tuple[str, str]:
+def find_bottleneck(nodes: Iterable[NodeNow], edges: Iterable[EdgeNow]) -> tuple[str, str]:
     """(node, why) of the node that limits the others now; ("", why) if there is none.
 
     This is the busiest node. Time in which a node waits to send does not count as busy: such a node is itself held up

@@ -46,12 +46,14 @@ A kind item, work or wait is a slice; s is where an arrow starts, f where it fin
 def depth_of(envelope: Envelope) -> int:
     """The highest level at which a trace contains this message."""
     if envelope.group_id:
-        return _depth(zlib.crc32(envelope.group_id.encode()))
+        return _count_twos(zlib.crc32(envelope.group_id.encode()))
     groups: Iterable[str] = {sample.group_id for sample in getattr(envelope.body, "samples", ())}
-    return max((_depth(zlib.crc32(group.encode())) for group in groups), default=_depth(_number(envelope.id)))
+    return max(
+        (_count_twos(zlib.crc32(group.encode())) for group in groups), default=_count_twos(_arrow_id(envelope.id))
+    )
 
 
-def _depth(number: int) -> int:
+def _count_twos(number: int) -> int:
     """The number of times that 2 divides `number`."""
     return min((number & -number).bit_length() - 1, DEEPEST) if number else DEEPEST
 
@@ -66,17 +68,17 @@ class _Rows:
         self.num_spans = 0
         """The number of spans so far that belong to no message; it gives the next one its depth."""
 
-    def take(self) -> int:
+    def take_row(self) -> int:
         """Take a row for an invocation, until `give`."""
         if self._free:
             return heappop(self._free)
         self._num += 1
         return self._num - 1
 
-    def give(self, row: int) -> None:
+    def give_row(self, row: int) -> None:
         heappush(self._free, row)
 
-    def background(self, start_us: int, end_us: int) -> int:
+    def take_background_row(self, start_us: int, end_us: int) -> int:
         """Reserve a background row that is free from `start_us` on."""
         for index, busy_until in enumerate(self._background):
             if busy_until <= start_us:
@@ -99,7 +101,7 @@ class TraceBuffer:
         self._invocation: ContextVar[tuple[str, int, int] | None] = ContextVar("flowrl_trace_invocation", default=None)
         """Track, row and depth of the item that the running task works on; row -1 if it is not recorded."""
 
-    def item(self, track: str, envelope: Envelope, *, begins: bool) -> None:
+    def record_item(self, track: str, envelope: Envelope, *, begins: bool) -> None:
         """Record that an invocation with `envelope` begins or ends in the calling task."""
         key, now = (track, envelope.id), time.time_ns() // 1000
         if begins:  # take a row, and end the arrow of the message there; the slice is written at the end
@@ -107,19 +109,19 @@ class TraceBuffer:
             if depth < self.level:
                 self._invocation.set((track, -1, depth))
                 return
-            row = self._rows[track].take()
+            row = self._rows[track].take_row()
             self._open[key] = (row, now, depth)
             self._invocation.set((track, row, depth))
-            self._events.append(("f", track, row, "", now, _number(envelope.id), depth))
+            self._events.append(("f", track, row, "", now, _arrow_id(envelope.id), depth))
             return
         self._invocation.set(None)
         if (opened := self._open.pop(key, None)) is not None:
             row, start, depth = opened
-            self._rows[track].give(row)
+            self._rows[track].give_row(row)
             name = type(envelope.body).__name__ + (f" {envelope.ticket}" if envelope.ticket >= 0 else "")
             self._events.append(("item", track, row, name, start, max(now - start, 1), depth))
 
-    def sent(self, track: str, envelope: Envelope) -> None:
+    def record_sent(self, track: str, envelope: Envelope) -> None:
         """Record a sent message: the arrow to its receiver starts in the current invocation, else in a slice of 1 µs.
 
         The arrow cannot start in an invocation of smaller depth than the message: that slice is removed before the
@@ -133,11 +135,11 @@ class TraceBuffer:
         if invocation is not None and invocation[0] == track and invocation[1] >= 0 and invocation[2] >= depth:
             row = invocation[1]
         else:
-            row = self._rows[track].background(now, now + 1)
+            row = self._rows[track].take_background_row(now, now + 1)
             self._events.append(("item", track, row, f"send {type(envelope.body).__name__}", now, 1, depth))
-        self._events.append(("s", track, row, "", now, _number(envelope.id), depth))
+        self._events.append(("s", track, row, "", now, _arrow_id(envelope.id), depth))
 
-    def slice(self, track: str, name: str, start_ns: int, end_ns: int, *, kind: str = "work") -> None:
+    def record_slice(self, track: str, name: str, start_ns: int, end_ns: int, *, kind: str = "work") -> None:
         """Record a finished span of `track`: inside its current invocation, else in a background row.
 
         `kind` is "work", or "wait" for a wait for credit, a ticket or a lock.
@@ -148,18 +150,18 @@ class TraceBuffer:
             _, row, depth = invocation
         else:
             rows = self._rows[track]
-            depth, rows.num_spans = _depth(rows.num_spans), rows.num_spans + 1
-            row = rows.background(start, end) if depth >= self.level else -1
+            depth, rows.num_spans = _count_twos(rows.num_spans), rows.num_spans + 1
+            row = rows.take_background_row(start, end) if depth >= self.level else -1
         if row >= 0:  # else the invocation is not recorded, or the span is below the level
             self._events.append((kind, track, row, name, start, max(end - start, 1), depth))
 
-    def drain(self) -> list[Event]:
+    def drain_events(self) -> list[Event]:
         """All events since the last call, for the driver."""
         events, self._events = self._events, []
         return events
 
 
-def _number(message_id: bytes) -> int:
+def _arrow_id(message_id: bytes) -> int:
     """The id of a message's arrow."""
     return int.from_bytes(message_id[:6], "big")
 
@@ -198,7 +200,7 @@ class TraceWriter:
         self._temporary.unlink(missing_ok=True)
         # Open the file at the end of the last complete event: a killed run may have left an incomplete one.
         if not path.exists() or path.stat().st_size <= len(END):
-            path.write_bytes(b"[\n" + _head(self.level) + END)
+            path.write_bytes(b"[\n" + _head_line(self.level) + END)
         self._file = path.open("rb+")
         self._file.readline()
         if limit_bytes is not None:
@@ -210,7 +212,7 @@ class TraceWriter:
         self._file.truncate(self._size)
         self._write_at_end(END)
 
-    def write(self, events: Iterable[Sequence[Any]]) -> None:
+    def write_events(self, events: Iterable[Sequence[Any]]) -> None:
         """Append the drained events of a process."""
         before = self.level
         lines = [line for event in events for line in self._encode_event(event) if line[0] >= self.level]
@@ -241,7 +243,7 @@ class TraceWriter:
         with self._path.open("rb") as old, self._temporary.open("wb") as new:
             old.readline()
             old.readline()
-            new.write(b"[\n" + _head(self.level))
+            new.write(b"[\n" + _head_line(self.level))
             for line in old:
                 if len(line) <= len(END):
                     continue
@@ -289,5 +291,5 @@ def _name_event(kind: str, args: dict[str, Any], **place: int) -> TraceLine:
     return OFF, json.dumps({"ph": "M", "name": kind, **place, "args": args}).encode()
 
 
-def _head(level: int) -> bytes:
+def _head_line(level: int) -> bytes:
     return json.dumps({"ph": "M", "name": "flowrl", "pid": 0, "args": {"level": level}}).encode()

@@ -23,8 +23,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from flowrl.runtime.telemetry.standard_streams import shown
-from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
+from flowrl.runtime.telemetry.standard_streams import escape_controls
+from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, find_bottleneck
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
@@ -71,7 +71,7 @@ class Board:
     sample: Mapping[str, Any] | None = None
     """The newest sample that is kept."""
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add_line(self, record: Mapping[str, Any]) -> None:
         """Take the metrics line of the newest step."""
         self.records.append(record)
         if (reward := record.get("reward_mean")) is not None:
@@ -80,26 +80,26 @@ class Board:
 
     def add_judged(self, record: Mapping[str, Any]) -> None:
         """Take a trainer's own figures on held-out rows, if the record has any."""
-        for when, found in judged(record):
+        for when, found in judged_figures(record):
             for name, value in found.items():
                 values = self.judged.setdefault(name, [])
                 values.append((when, value))
                 del values[1:-LAST_EVALUATIONS]
 
-    def evaluated(self, task: str, found: Evaluated) -> None:
+    def add_evaluation(self, task: str, found: Evaluated) -> None:
         """Take the result of an evaluation."""
         rows = self.evaluations.setdefault(task, [])
         rows.append(found)
         del rows[1:-LAST_EVALUATIONS]
 
 
-def draw(board: Board) -> RenderableType:
+def draw_board(board: Board) -> RenderableType:
     """The whole view: set-up lines before the first step, then the figures, nodes and edges."""
-    figures = _grid(label_width=LABEL_WIDTH)
+    figures = _make_grid(label_width=LABEL_WIDTH)
     if board.records:
         _add_figures(figures, board)
     else:
-        figures.add_row("setting up", Text(clock(board.elapsed_s)))
+        figures.add_row("setting up", Text(format_clock(board.elapsed_s)))
         for replica_id, text in board.progress.items():
             figures.add_row(Text(replica_id, style="cyan"), Text(text))
         _add_evaluations(figures, board)
@@ -116,7 +116,7 @@ def draw(board: Board) -> RenderableType:
     return Panel(body, title=title, title_align="left", subtitle=board.run_dir, subtitle_align="left", padding=(0, 1))
 
 
-def _grid(*, label_width: int | None = None) -> Table:
+def _make_grid(*, label_width: int | None = None) -> Table:
     """A grid of labels and figures, where a figure may take several lines; without `label_width`, a grid of names, bars
     and their values, where names are shortened in a narrow terminal."""
     table = Table.grid(padding=(0, 2))
@@ -135,19 +135,19 @@ def _add_figures(table: Table, board: Board) -> None:
     recent, record = board.records, board.records[-1]
     seconds = record["time_s"] - recent[0]["time_s"]
 
-    step, elapsed = record["step"], clock(board.elapsed_s)
+    step, elapsed = record["step"], format_clock(board.elapsed_s)
     if board.steps is None:
         table.add_row("step", Text(f"{step}   {elapsed}"))
     else:
         left = ""
         if len(recent) > 1:  # at the pace of the last steps
-            left = f"{clock(seconds / (len(recent) - 1) * max(board.steps - step, 0))} left"
+            left = f"{format_clock(seconds / (len(recent) - 1) * max(board.steps - step, 0))} left"
         table.add_row("step", Text(f"{step} of {board.steps}   {elapsed}   {left}"))
 
     reward = Text("none yet")
     if board.rewards:
         reward = Text(f"{board.rewards[-1]:.3f}  ")
-        reward.append(sparkline(board.rewards, SPARK_WIDTH), style="green")
+        reward.append(draw_sparkline(board.rewards, SPARK_WIDTH), style="green")
         reward.append(f"  {min(board.rewards):.3f} to {max(board.rewards):.3f}", style="dim")
     table.add_row("reward", reward)
     if by_source := rewards_by_source(record):
@@ -164,11 +164,11 @@ def _add_figures(table: Table, board: Board) -> None:
         tokens += f"   {length:.0f} a response"
     table.add_row("tokens", Text(tokens))
 
-    mean, largest = _number(record.get("staleness_mean")), _number(record.get("staleness_max"))
+    mean, largest = _format_number(record.get("staleness_mean")), _format_number(record.get("staleness_max"))
     bound = "" if board.bound is None else f", bound {board.bound}"
     table.add_row("staleness", Text(f"mean {mean}, max {largest}{bound}"))
     losses = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
-    table.add_row("training", Text("  ".join(f"{name} {_number(record.get(name))}" for name in losses)))
+    table.add_row("training", Text("  ".join(f"{name} {_format_number(record.get(name))}" for name in losses)))
     for name, text in (record.get("alarms") or {}).items():
         table.add_row("alarm", Text(f"{name}: {text}", style="bold red"))
     if board.sample is not None:
@@ -198,35 +198,37 @@ def _draw_sample(row: Mapping[str, Any]) -> Text:
     reward = row.get("reward")
     figures = f"step {row['step']}  {row['state']}" + ("" if reward is None else f"  reward {reward:g}")
     ends = ((" ".join(row["prompt"].split())[-SAMPLE_WIDTH:], "dim"), (" ".join(row["response"].split()), "cyan"))
-    lines = [Text(shown(text)[:SAMPLE_WIDTH], style, no_wrap=True, overflow="ellipsis") for text, style in ends]
+    lines = [
+        Text(escape_controls(text)[:SAMPLE_WIDTH], style, no_wrap=True, overflow="ellipsis") for text, style in ends
+    ]
     return Text("\n").join([*lines, Text(figures)])
 
 
 def _draw_flow(board: Board) -> list[RenderableType]:
     """The bottleneck, the nodes and the edges."""
-    slowest, why = bottleneck(board.nodes, board.edges)
-    nodes = _grid()
+    slowest, why = find_bottleneck(board.nodes, board.edges)
+    nodes = _make_grid()
     for now in board.nodes:
         name = Text(now.node, style="bold magenta" if now.node == slowest else "cyan")
         replicas = f"×{now.num_replicas}" if now.num_replicas > 1 else ""
-        nodes.add_row(name, replicas, bar(now.busy), f"{now.busy:4.0%} busy")
-    edges = _grid()
+        nodes.add_row(name, replicas, draw_bar(now.busy), f"{now.busy:4.0%} busy")
+    edges = _make_grid()
     edges.add_row(*(Text(head, style="dim") for head in ("edge", "full", "depth", "sender waits")))
     for edge in board.edges:
         capacity = board.capacities.get(edge.edge, 0) * edge.num_lanes
         depth = f"{edge.depth}/{capacity}" if capacity else f"{edge.depth}"
         waits = Text(f"{edge.blocked:.0%}", style="yellow" if edge.blocked >= 0.5 else "")
-        edges.add_row(edge.edge, bar(edge.depth / capacity, 10) if capacity else "", depth, waits)
+        edges.add_row(edge.edge, draw_bar(edge.depth / capacity, 10) if capacity else "", depth, waits)
     return [Text.assemble("bottleneck  ", (slowest or "none", "bold magenta"), f"  {why}"), nodes, edges]
 
 
-def bar(fraction: float, width: int = BAR_WIDTH) -> Text:
+def draw_bar(fraction: float, width: int = BAR_WIDTH) -> Text:
     """A bar of `width` cells."""
     full = round(min(max(fraction, 0.0), 1.0) * width)
     return Text("█" * full + "░" * (width - full), style="blue")
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def draw_sparkline(values: Sequence[float], width: int) -> str:
     """One character for each of at most `width` means of neighbouring values."""
     num = min(len(values), width)
     bounds = [round(i * len(values) / num) for i in range(num + 1)]
@@ -261,21 +263,21 @@ def _other_figures(figures: Mapping[str, float], task: str) -> str:
     return ", ".join([*told, *(f"{name.replace('_at_', '@')} {value:.3f}" for name, value in several.items())])
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Formats a duration as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
 BEFORE, AFTER = "held_out_before/", "held_out/"
 
 
-def judged(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+def judged_figures(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
     """(when, name -> value) for each time for which the line has such figures; other figures stay in metrics.jsonl."""
     for prefix, when in ((BEFORE, "before training"), (AFTER, f"at step {record['step']}")):
         found = {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
@@ -296,7 +298,7 @@ class SafeConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(shown(segment.text), segment.style)
+            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
 
 
 class View(Protocol):
@@ -349,7 +351,7 @@ class LiveView:
         self._redraw()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        self._board.add(record)
+        self._board.add_line(record)
         self._redraw()
 
     def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
@@ -357,7 +359,7 @@ class LiveView:
         self._redraw()
 
     def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
-        self._board.evaluated(task, (phase, step, figures))
+        self._board.add_evaluation(task, (phase, step, figures))
         self._redraw()
 
     def held_out(self, record: Mapping[str, Any]) -> None:
@@ -391,7 +393,7 @@ class LiveView:
             board.nodes, board.edges = statistics.nodes(), statistics.edges()
             board.generated_per_s = statistics.counter_rate("tokens_generated")
             board.admission = admission()
-        return draw(board)
+        return draw_board(board)
 
 
 class PlainView:
@@ -417,7 +419,7 @@ class PlainView:
         by_source = "".join(f"  {name} {reward:.4g}" for name, reward in rewards_by_source(record).items())
         limiting = ""
         if self._statistics is not None:
-            node, why = bottleneck(self._statistics.nodes(), self._statistics.edges())
+            node, why = find_bottleneck(self._statistics.nodes(), self._statistics.edges())
             limiting = f"  bottleneck {node} ({why})" if node else ""
         self._print(f"step {record['step']}{of}  {figures}{by_source}{limiting}")
         self.held_out(record)
@@ -429,7 +431,7 @@ class PlainView:
         self._ringing = set(ringing)
 
     def held_out(self, record: Mapping[str, Any]) -> None:
-        for when, found in judged(record):
+        for when, found in judged_figures(record):
             self._print(f"held-out {when}: {'  '.join(f'{name} {value:.4g}' for name, value in found.items())}")
 
     def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
@@ -449,7 +451,10 @@ class PlainView:
 
     def _print(self, text: str) -> None:
         self._console.print(
-            f"[{clock(time.monotonic() - self._start_s):>7}] {text}", markup=False, highlight=False, soft_wrap=True
+            f"[{format_clock(time.monotonic() - self._start_s):>7}] {text}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
 
 

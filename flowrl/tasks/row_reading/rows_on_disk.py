@@ -237,7 +237,7 @@ def plain_file(path: Path, split: str = "") -> Path:
         to_stderr(f"{path}: writing its rows into {home}, so that each can be read by itself")
         with (directory / COPIES).open("wb") as target:
             for part in copy_parts(path, split):
-                room.require()
+                room.require_room()
                 room.num_bytes += target.write(part)
         to_stderr(f"{path}: {gigabytes(room.num_bytes)} of rows in {home}")
 
@@ -245,7 +245,7 @@ def plain_file(path: Path, split: str = "") -> Path:
     try:
         return cached_directory(COPIES, path.name, recipe, make, to_stderr, unused_days=UNUSED_DAYS) / COPIES
     except OSError as problem:
-        raise room.refused(problem) from None
+        raise room.describe_refused(problem) from None
 
 
 def num_bytes_of(path: Path, split: str = "") -> int:

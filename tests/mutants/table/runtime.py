@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         name="early_rows_forgotten",
         fault="the first rows of a long table are not booked",
-        function="LongTables.whole",
+        function="LongTables.join_tables",
         before="yield (kind, *before, [*self._early.pop(replica, ()), *last])",
         after="yield (kind, *before, [*last])",
         test="tests/runtime/telemetry/test_long_reports.py::test_a_batch_of_many_samples_is_one_step",
@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant(
         name="kept_requests_are_abandoned",
         fault="requests whose replies a checkpoint holds are abandoned at the resume",
-        function="RequestLedger.kept",
+        function="RequestLedger.note_kept",
         before="elif request.request_id in requests:",
         after="elif request.request_id in generated:",
         test="tests/runtime/ledger/test_request_resume.py::test_requests_whose_replies_a_checkpoint_holds_count_on",
@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         name="lost_answers_booked_twice",
         fault="what a generator had booked before its process died is booked again",
-        function="RequestLedger.again",
+        function="RequestLedger.book_again",
         before="if not self._ledger.has_request(request_id, sample_id, digest):",
         after="if True:",
         test="tests/runtime/runs/test_runtime_losses.py::test_a_process_that_dies_costs_requests_and_no_episode",
@@ -192,7 +192,7 @@ MUTANTS = (
     Mutant(
         name="resumed_requests_count",
         fault="the requests of an unfinished episode count after a resume",
-        function="RequestLedger.kept",
+        function="RequestLedger.note_kept",
         before="elif request.request_id in requests:",
         after="elif request.request_id not in requests:",
         test="tests/runtime/ledger/test_request_resume.py::test_an_unfinished_episode_begins_again_with_the_same_request_ids",
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         name="samples_cost_unbounded",
         fault="the time that keeping takes is not counted",
-        function="SampleChoice.spending",
+        function="SampleChoice.count_time",
         before="self._credit_s -= self._clock() - began_s",
         after="self._credit_s -= 0 * (self._clock() - began_s)",
         test="tests/commands/test_samples.py::test_keeping_takes_the_part_of_the_time_that_it_may_take",
@@ -256,7 +256,7 @@ MUTANTS = (
     Mutant(
         name="seal_holds_after_the_end",
         fault="a second audit forgets the rules for runs that have ended",
-        function="Seal.holding",
+        function="Seal.holding_ranges",
         before="if ended != self.ended:",
         after="if ended and self.ended:",
         test="tests/runtime/ledger/test_audit_seal.py::test_what_only_a_run_that_has_ended_breaks_is_found_at_its_end",
@@ -264,7 +264,7 @@ MUTANTS = (
     Mutant(
         name="seal_reads_no_log",
         fault="a second audit does not see the pages that the log has",
-        function="Pages.read",
+        function="Pages.read_page",
         before="if start is not None:",
         after="if start == 0:",
         test="tests/runtime/ledger/test_audit_seal.py::test_rows_that_differ_have_pages_that_differ",
@@ -280,7 +280,7 @@ MUTANTS = (
     Mutant(
         name="set_up_waits_for_a_second_signal",
         fault="a signal during the set-up waits until models are there",
-        function="RunSignals._stop",
+        function="RunSignals._stop_in_order",
         before="if self._driver.begun and not (self._at_once or self._signalled):",
         after="if not (self._at_once or self._signalled):",
         test="tests/runtime/driver/test_runtime_signals.py::test_a_run_that_has_not_begun_ends_by_the_first_signal",
@@ -320,7 +320,7 @@ MUTANTS = (
     Mutant(
         name="void_attempt_counts",
         fault="a request that is reported after its attempt was given up counts",
-        function="RequestLedger.request",
+        function="RequestLedger.book_request",
         before="reason = REDONE if sample_id in self._kept else state.void.get(attempt, early)",
         after="reason = REDONE if sample_id in self._kept else early",
         test="tests/runtime/ledger/test_request_ledger.py::test_any_order_between_hosts_ends_alike",
@@ -328,7 +328,7 @@ MUTANTS = (
     Mutant(
         name="void_tokens_forgotten",
         fault="the tokens of a void attempt are not redone tokens",
-        function="RequestLedger._abandon",
+        function="RequestLedger._abandon_request",
         before="if redone:",
         after="if redone and reason == RESUMED:",
         test="tests/runtime/ledger/test_request_ledger.py::test_void_attempts_are_abandoned_and_their_tokens_redone",

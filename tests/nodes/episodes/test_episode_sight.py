@@ -52,7 +52,7 @@ def test_the_figures_of_a_played_episode(tmp_path: Path) -> None:
 
 def test_shares_of_a_line(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, Statistics(), roles={})
-    line = metrics.line({"step": 1, "later_cached_tokens": 30, "later_context_tokens": 40, "replies_checked": 0})
+    line = metrics.write_line({"step": 1, "later_cached_tokens": 30, "later_context_tokens": 40, "replies_checked": 0})
     metrics.close()
     assert line["prefix_cache_share"] == 0.75 and "retokenized_share" not in line
 

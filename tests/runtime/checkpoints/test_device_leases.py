@@ -80,18 +80,18 @@ def test_a_reserved_lock_passes_by_those_who_may_not_have_it() -> None:
         locks, events = Locks(), list[str]()
 
         async def turn(node: str, hold: asyncio.Event | None = None) -> None:
-            await locks.take("h", ask(node))
+            await locks.take_lock("h", ask(node))
             events.append(node)
             if hold is not None:
                 await hold.wait()
-            locks.release("h", ask(node))
+            locks.release_lock("h", ask(node))
 
         go = asyncio.Event()
         tasks = [asyncio.ensure_future(turn("generator", go)), asyncio.ensure_future(turn("scorer"))]
         await ticks()
 
         async def checkpoint() -> None:
-            async with locks.reserved("gpu", {"trainer", "critic"}):
+            async with locks.reserve_lock("gpu", {"trainer", "critic"}):
                 events.append("reserved")
                 await asyncio.gather(turn("trainer"), turn("critic"), turn("trainer"))
                 await ticks(5)
@@ -116,18 +116,18 @@ def test_a_reserved_lock_passes_by_those_who_may_not_have_it() -> None:
 def test_a_reservation_that_is_cancelled_leaves_the_queue_moving() -> None:
     async def main() -> None:
         locks = Locks()
-        await locks.take("h", ask("generator"))
+        await locks.take_lock("h", ask("generator"))
 
         async def reserve() -> None:
-            async with locks.reserved("gpu", {"trainer"}):
+            async with locks.reserve_lock("gpu", {"trainer"}):
                 raise AssertionError("the generator has it")
 
         reserving = asyncio.ensure_future(reserve())
-        waiting = asyncio.ensure_future(locks.take("h", ask("scorer")))
+        waiting = asyncio.ensure_future(locks.take_lock("h", ask("scorer")))
         await ticks(3)
         reserving.cancel()
         await ticks(3)
-        locks.release("h", ask("generator"))
+        locks.release_lock("h", ask("generator"))
         await asyncio.wait_for(waiting, 1)
         assert reserving.cancelled()
 

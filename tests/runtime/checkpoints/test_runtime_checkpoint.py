@@ -106,7 +106,7 @@ def steps(parts: Sequence[Batch]) -> list[set[str]]:
 def test_what_is_made_already_is_found_in_the_messages() -> None:
     rollout = Sample(**{f.name: getattr(sample("x"), f.name) for f in fields(Sample)})
     bodies = [rollout, sample("y"), Group("g", (sample("z"),), 1), batch("b"), prompt("p")]
-    generated, scored = snapshots.made(("a/0", "x.out -> y.in", "", Envelope(b"1", body=body)) for body in bodies)
+    generated, scored = snapshots.samples_in(("a/0", "x.out -> y.in", "", Envelope(b"1", body=body)) for body in bodies)
     assert (generated, scored) == ({"x", "y", "z", "b"}, {"y", "z", "b"})
 
 
@@ -135,9 +135,9 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     for step in range(4):
         (tmp_path / f"step_{step:06d}").mkdir()
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune_checkpoints(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
-    checkpoint.prune(tmp_path, 0)
+    checkpoint.prune_checkpoints(tmp_path, 0)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -187,7 +187,7 @@ def written(path: Path, content: str) -> Path:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    checkpoint.publish(temporary, final, {"step": 4}, threading.Event())
+    checkpoint.publish_checkpoint(temporary, final, {"step": 4}, threading.Event())
 
 
 def content(path: Path) -> str:
@@ -218,7 +218,7 @@ def test_a_checkpoint_written_twice_is_there_whatever_happens(tmp_path: Path, er
             assert error is Killed or final.exists()
         else:
             break
-        checkpoint.recover(final.parent)
+        checkpoint.recover_checkpoints(final.parent)
         assert (names(final.parent), content(final)) == (["step_000004"], seen[-1])
         publish(written(final.with_name(".step_000004.tmp"), "newer"), final)
         assert (names(final.parent), content(final)) == (["step_000004"], "newer")
@@ -236,9 +236,9 @@ def test_a_killed_mending_is_gone_on_with(tmp_path: Path) -> None:
         written(directory / "step_000008", "new")
         try:
             with failing(at, Killed):
-                checkpoint.recover(directory)
+                checkpoint.recover_checkpoints(directory)
         except Killed:
-            checkpoint.recover(directory)
+            checkpoint.recover_checkpoints(directory)
         else:
             break
         assert names(directory) == ["step_000004", "step_000008"]
@@ -264,12 +264,12 @@ def test_a_checkpoint_is_whole_or_gone_while_old_ones_are_removed(tmp_path: Path
         written(directory / ".step_000004.tmp", "left over")
         try:
             with failing(at, Killed):
-                checkpoint.prune(directory, 1)
+                checkpoint.prune_checkpoints(directory, 1)
         except Killed:
             for path in directory.glob("step_*"):
                 assert content(path) == str(int(path.name.removeprefix("step_")))
-            checkpoint.recover(directory)
-            checkpoint.prune(directory, 1)
+            checkpoint.recover_checkpoints(directory)
+            checkpoint.prune_checkpoints(directory, 1)
         else:
             break
         assert names(directory) == ["step_000012"]

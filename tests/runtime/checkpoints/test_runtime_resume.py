@@ -196,7 +196,7 @@ def test_wherever_the_way_back_is_killed_the_run_can_go_on(begun: Callable[..., 
         assert version == 3
         try:
             with killed_at(number) as asked:
-                resume.rewind(directory, path, version, Terms.read(directory))
+                resume.rewind_run(directory, path, version, Terms.read(directory))
         except Killed:
             with pytest.raises(ConfigError, match="continue it with --resume"):
                 RunDir(directory).claim(resume=False)
@@ -233,7 +233,7 @@ def test_a_run_that_ends_while_it_publishes_leaves_a_whole_checkpoint_or_none(
     """The thread is told to stop, and waited for; at step 6 it works for the end of the run, at 3 for the trainers."""
     name, _, number = point.partition(" ")
     told: list[bool] = []
-    publish = checkpoint.publish
+    publish = checkpoint.publish_checkpoint
 
     def prepare(driver: Driver) -> None:
         loop = asyncio.get_running_loop()
@@ -250,7 +250,7 @@ def test_a_run_that_ends_while_it_publishes_leaves_a_whole_checkpoint_or_none(
             with before(name, int(number), crash):
                 publish(temporary, final, facts, stop)
 
-        monkeypatch.setattr(checkpoint, "publish", published)
+        monkeypatch.setattr(checkpoint, "publish_checkpoint", published)
 
     with seeing_the_driver(prepare):
         ran = run_graph(STAGES, tmp_path / "run", steps=6, save_every=3, must_succeed=False)

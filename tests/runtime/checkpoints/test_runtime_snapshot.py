@@ -220,11 +220,11 @@ def test_records_are_of_the_moment_at_which_pages_are_made_and_messages_are_pack
     steps: list[Mapping[str, Any]] = [{"reward": 1.0}]
     record = EpisodeRecord(steps=cast(Any, steps))
     message = Thing(7)
-    found = snapshots.pages(
+    found = snapshots.pack_pages(
         [("a/0", "in", "", Envelope(b"r", body=record)), ("a/0", "e", "", Envelope(b"m", 0, "", 0, message))]
     )
     steps.append({"reward": 2.0})
-    one, other = [envelope.body for page in found for *_, envelope in snapshots.unpage(page)]
+    one, other = [envelope.body for page in found for *_, envelope in snapshots.unpack_page(page)]
     assert isinstance(one, EpisodeRecord) and list(one.steps) == [{"reward": 1.0}]
     assert isinstance(other, Thing) and other.index == 7
 

@@ -44,7 +44,7 @@ def packed_of(path: Path) -> bytes:
 
 def require(path: Path) -> dict[str, int]:
     graph, _ = rebuild_graph(GRAPH, {})
-    return resume.require(path, graph, make_plan(graph, EIGHT_CORES), 0)
+    return resume.require_resumable(path, graph, make_plan(graph, EIGHT_CORES), 0)
 
 
 @pytest.fixture

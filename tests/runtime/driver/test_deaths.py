@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.exceptions import OutOfMemoryError
 
-from flowrl.runtime.driver.run_processes import deaths, rays_detail
+from flowrl.runtime.driver.run_processes import death_errors, rays_detail
 
 MEMORY = """\
 4 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: 84) is low.
@@ -23,7 +23,7 @@ Refer to the documentation on how to address the out of memory issue.
 
 def test_memory_that_has_run_out_is_told_in_one_clause() -> None:
     error = OutOfMemoryError(MEMORY)
-    assert isinstance(error, deaths())
+    assert isinstance(error, death_errors())
     assert rays_detail(error) == (
         " (Ray killed it because 24.1 of 25.3 GB of the machine's memory were used, most of it by "
         "ray::ProcessActor 7.25 GB, VLLM::EngineCore 2.85 GB, python -m pytest 1.22 GB)"

@@ -19,7 +19,7 @@ from flowrl.nodes import TokenBatch
 from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch
-from flowrl.runtime.telemetry.metrics import EarlyStop, StopRule, read
+from flowrl.runtime.telemetry.metrics import EarlyStop, StopRule, read_lines
 from flowrl.testing import VirtualClock, run_graph
 from tests.nodes.test_nodes_batch import batches, group
 from tests.rigs.in_process import seeing_the_driver
@@ -40,8 +40,8 @@ def test_a_rule_ends_a_run_once(rule: StopRule, values: list[float], reason: str
     told: list[str] = []
     stop = EarlyStop(rule, told.append)
     for value in [*values, values[-1]] if reason else values:
-        stop.look({"r": value, "other": 9.0})
-        stop.look({"other": 9.0})
+        stop.look_at_line({"r": value, "other": 9.0})
+        stop.look_at_line({"other": 9.0})
     assert told == ([reason] if reason else [])
 
 
@@ -52,15 +52,15 @@ def test_a_value_before_training_ends_nothing_and_is_the_one_to_beat() -> None:
         for rule in ({"above": 0.5}, {"patience": 2})
     )
     for stop in (above, patience):
-        stop.evaluated("before", {"evaluation/score": 0.6})
+        stop.look_at_evaluation("before", {"evaluation/score": 0.6})
         assert told == [] and stop.unseen == ""
-    patience.evaluated("during", {"evaluation/score": 0.5})
+    patience.look_at_evaluation("during", {"evaluation/score": 0.5})
     assert told == []
-    patience.evaluated("during", {"evaluation/score": 0.6})
+    patience.look_at_evaluation("during", {"evaluation/score": 0.6})
     assert told == ["evaluation/score has not improved for 2 values"]
-    above.evaluated("after", {"evaluation/score": 0.7})
+    above.look_at_evaluation("after", {"evaluation/score": 0.7})
     assert len(told) == 1, "after training there is nothing to end"
-    above.evaluated("during", {"evaluation/score": 0.7})
+    above.look_at_evaluation("during", {"evaluation/score": 0.7})
     assert told[1:] == ["evaluation/score is 0.7, above 0.5"]
 
 
@@ -73,9 +73,9 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
     for metric in ("r", "evaluation/score"):
         told: list[str] = []
         stop = EarlyStop(StopRule(metric, patience=2), told.append)
-        stop.recall(tmp_path)
+        stop.recall_records(tmp_path)
         assert told == [] and stop.unseen == ""
-        stop.look({metric: 0.3})
+        stop.look_at_line({metric: 0.3})
         assert told == [f"{metric} has not improved for 2 values"]
 
 
@@ -85,8 +85,8 @@ def test_the_values_of_a_resumed_run_are_all_counted(tmp_path: Path) -> None:
     (tmp_path / "evaluations.jsonl").write_text('{"step": 1}\n')  # somebody has edited it
     told: list[str] = []
     stop = EarlyStop(StopRule("r", patience=2), told.append)
-    stop.recall(tmp_path)
-    stop.look({"r": 0.45})
+    stop.recall_records(tmp_path)
+    stop.look_at_line({"r": 0.45})
     assert told == ["r has not improved for 3 values"]
 
 
@@ -101,7 +101,9 @@ def test_a_run_ends_by_an_evaluation_during_training(tmp_path: Path, above: floa
     assert ran.outcome is not None and ran.outcome.interrupted
     ends = 2 if above < 0 else 4
     assert ends <= len(ran.steps) <= ends + 2
-    rows = [(row["phase"], row["step"], row["evaluation/score"]) for row in read(tmp_path / "run/evaluations.jsonl")]
+    rows = [
+        (row["phase"], row["step"], row["evaluation/score"]) for row in read_lines(tmp_path / "run/evaluations.jsonl")
+    ]
     assert rows == [("before", 0, 0.0), *(("during", step, step / 10) for step in range(2, ends + 1, 2))]
 
 
@@ -111,7 +113,7 @@ def test_a_resumed_run_has_no_evaluation_of_what_it_goes_back_before(tmp_path: P
     assert first.outcome is not None
     shutil.rmtree(run / "checkpoints" / "step_000005")
     run_graph(EVALUATED, run, config, clock=VirtualClock(), timeout_s=3600, steps=7, resume=True)
-    rows = [(row["phase"], row["step"]) for row in read(run / "evaluations.jsonl")]
+    rows = [(row["phase"], row["step"]) for row in read_lines(run / "evaluations.jsonl")]
     assert rows == [("before", 0), *(("during", step) for step in (2, 4, 6)), ("after", 7)]
 
 
@@ -119,9 +121,9 @@ def test_a_run_whose_time_was_over_before_its_training_is_evaluated_by_the_next(
     """Its time was over during that evaluation, which it gave up, so its only checkpoint is that of version 0."""
     run, config = tmp_path / "run", {"every": (2,), "seconds": 60.0}
     run_graph(EVALUATED, run, config, clock=VirtualClock(), timeout_s=36000, steps=4, max_hours=0.001)
-    assert not (run / "evaluations.jsonl").exists() or not read(run / "evaluations.jsonl")
+    assert not (run / "evaluations.jsonl").exists() or not read_lines(run / "evaluations.jsonl")
     run_graph(EVALUATED, run, {"every": (2,)}, clock=VirtualClock(), timeout_s=36000, steps=4, resume=True)
-    rows = [(row["phase"], row["step"]) for row in read(run / "evaluations.jsonl")]
+    rows = [(row["phase"], row["step"]) for row in read_lines(run / "evaluations.jsonl")]
     assert rows == [("before", 0), ("during", 2), ("after", 4)]
 
 
@@ -218,7 +220,7 @@ def test_the_set_up_counts_among_the_hours(tmp_path: Path) -> None:
     launch, clock, told = launched(tmp_path, hours=1.0, ago_s=3000.0), VirtualClock(), list[float]()
 
     async def run() -> None:
-        with launch.limit(lambda reason: told.append(clock.now_s)):
+        with launch.limit_hours(lambda reason: told.append(clock.now_s)):
             await asyncio.sleep(1200)  # under test: what comes in this time of the clock
 
     clock.run(run())

@@ -99,7 +99,7 @@ def test_a_guard_whose_looks_are_slow_still_ends_what_is_left(monkeypatch: pytes
     driver = subprocess.Popen(["true"])
     left = subprocess.Popen(SLEEPER, env={**os.environ, VARIABLE: "a fourth mark"})
     try:
-        guard_module.guard(driver.pid, "a fourth mark", hidden={})
+        guard_module.end_after_driver(driver.pid, "a fourth mark", hidden={})
         assert left.poll() == -signal.SIGKILL
     finally:
         left.kill()

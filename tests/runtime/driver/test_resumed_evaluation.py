@@ -16,7 +16,7 @@ from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch
 from flowrl.runtime.ledger.ledger_segments import phases_evaluated
-from flowrl.runtime.telemetry.metrics import read
+from flowrl.runtime.telemetry.metrics import read_lines
 from flowrl.testing import GraphRun, run_graph
 from tests.rigs.in_process import seeing_the_driver
 
@@ -37,7 +37,7 @@ def lost_at(directory: Path, place: str, **options: Any) -> None:
 
 def evaluated(directory: Path) -> list[tuple[str, int]]:
     """The lines of evaluations.jsonl, which are those of the ledger."""
-    return [(record["phase"], record["step"]) for record in read(directory / "evaluations.jsonl")]
+    return [(record["phase"], record["step"]) for record in read_lines(directory / "evaluations.jsonl")]
 
 
 def events(directory: Path, kind: str = "") -> list[str]:
@@ -103,7 +103,7 @@ def test_what_a_trainer_measures_at_the_end_is_a_line_once(tmp_path: Path) -> No
     lost_at(tmp_path, "after 6", judges=True)
     ran = run(tmp_path, judges=True)
     assert evaluated(tmp_path) == [("before", 0), ("end", 6), ("after", 6)]
-    line = read(tmp_path / "evaluations.jsonl")[1]
+    line = read_lines(tmp_path / "evaluations.jsonl")[1]
     assert line.keys() == {"step", "phase", "time_s", "held_out/loss"} and line["held_out/loss"] == 0.5
     assert "held-out rows at 6" in ran.view.lines
     assert (report := ran.audit()).ok, str(report)

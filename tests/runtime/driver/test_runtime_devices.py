@@ -21,8 +21,8 @@ from flowrl.nodes.engine_options import largest_kv_cache
 from flowrl.runtime.driver.resources import (
     MALLOC_VARIABLE,
     ProcessSlot,
-    environment,
     malloc_variables,
+    process_environment,
     process_slots,
     visible_devices,
 )
@@ -143,7 +143,7 @@ def test_settings_of_libraries_reach_every_process_on_other_machines_too(monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     for alone in (False, True):
-        found = environment(ProcessSlot("trainer/0", 1, 1, (0, 1)), alone=alone)
+        found = process_environment(ProcessSlot("trainer/0", 1, 1, (0, 1)), alone=alone)
         assert {name: found[name] for name in given} == given
         assert found["NCCL_SOCKET_IFNAME"] == "eth7"
         assert found.get("VLLM_HOST_IP") == ("127.0.0.1" if alone else None)
@@ -156,7 +156,7 @@ def test_processes_that_compute_on_cores_keep_their_memory(monkeypatch: pytest.M
         monkeypatch.delenv(name, raising=False)
 
     def found(cpus: float, gpus: int) -> str | None:
-        return environment(ProcessSlot("trainer/0", cpus, gpus, ())).get(MALLOC_VARIABLE)
+        return process_environment(ProcessSlot("trainer/0", cpus, gpus, ())).get(MALLOC_VARIABLE)
 
     assert "glibc.malloc.arena_max=1:" in str(found(1, 0)) and found(0.5, 0) == found(2, 0)
     assert found(0, 0) is None, "a host of cheap nodes"

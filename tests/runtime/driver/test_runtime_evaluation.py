@@ -9,7 +9,7 @@ import pytest
 
 from flowrl.commands.checkpoint_of import model_dir
 from flowrl.errors import ConfigError
-from flowrl.runtime.checkpoints.checkpoint import prune
+from flowrl.runtime.checkpoints.checkpoint import prune_checkpoints
 from flowrl.runtime.checkpoints.rundir import Best, read_best
 from tests.rigs.run_process import GRAPHS, Run, audit
 
@@ -73,5 +73,5 @@ def test_what_is_named_has_to_be_there_and_not_of_the_future(tmp_path: Path) -> 
 def test_the_spared_checkpoint_counts_besides_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         (tmp_path / f"step_{step:06d}").mkdir()
-    prune(tmp_path, 1, spared={2})
+    prune_checkpoints(tmp_path, 1, spared={2})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000004"]

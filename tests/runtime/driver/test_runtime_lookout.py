@@ -96,7 +96,7 @@ def watched(body: Body, *, flush: Callable[[dict[str, Process]], Any] = lambda p
 def test_two_looks_with_quiet_links_between_them_prove_a_deadlock() -> None:
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
         with pytest.raises(Stalled, match=r"a waits for credit of a\.items -> b\.inputs, held up by b"):
-            await lookout.look()
+            await lookout.look_once()
 
     watched(body)
 
@@ -106,14 +106,14 @@ def test_what_was_under_way_between_the_looks_is_no_deadlock() -> None:
         processes["b"].report["moves"] += 1
 
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
-        await lookout.look()
+        await lookout.look_once()
 
     watched(body, flush=arrives)
 
 
 def test_a_link_that_does_not_come_to_rest_proves_nothing() -> None:
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
-        await lookout.look()
+        await lookout.look_once()
 
     watched(body, flush=lambda processes: asyncio.get_running_loop().create_future())
 
@@ -123,15 +123,15 @@ def test_a_host_that_does_not_answer_is_named_once_and_asked_once(monkeypatch: p
 
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
         processes["b"].stopped = True
-        await lookout.look()
+        await lookout.look_once()
         assert len(told) == 1 and told[0].startswith("host 'b' (b/0) has not answered for 0 s"), told
-        text = await lookout.describe()
+        text = await lookout.describe_now()
         assert "a/0 waits: credit of a.items -> b.inputs for 9 s" in text
         assert "b/0 works: its process, host 'b', has not answered for 0 s: it is stopped" in text
         assert processes["b"].asked == 1 and processes["a"].asked == 2
         processes["b"].goes_on()
         with pytest.raises(Stalled):
-            await lookout.look()
+            await lookout.look_once()
         assert told[1:] == ["host 'b' answers again"]
 
     watched(body)
@@ -142,11 +142,11 @@ def test_a_silent_host_that_is_lost_does_not_answer_again(monkeypatch: pytest.Mo
 
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
         processes["b"].stopped = True
-        await lookout.look()
+        await lookout.look_once()
         lookout._hosts.lost.add("b")
-        await lookout.look()
+        await lookout.look_once()
         assert len(told) == 1 and processes["b"].asked == 1
-        assert "b/0" not in await lookout.describe()
+        assert "b/0" not in await lookout.describe_now()
 
     watched(body)
 
@@ -175,10 +175,10 @@ def test_whose_answer_is_long_in_coming_is_told() -> None:
 def test_what_the_driver_does_is_told_and_is_no_deadlock() -> None:
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
         processes["a"].report["waits"].append(("ticket", "a.items", 9.0))
-        with lookout.doing("the checkpoint of step 3"):
-            await lookout.look()
-            assert "the driver: the checkpoint of step 3" in await lookout.describe()
+        with lookout.note_work("the checkpoint of step 3"):
+            await lookout.look_once()
+            assert "the driver: the checkpoint of step 3" in await lookout.describe_now()
         with pytest.raises(Stalled):
-            await lookout.look()
+            await lookout.look_once()
 
     watched(body)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from flowrl.machine.processes import Processes, children
+from flowrl.machine.processes import Processes, find_children
 from flowrl.runtime.driver import run_processes
-from flowrl.runtime.driver.run_processes import outlive
+from flowrl.runtime.driver.run_processes import watch_address
 from tests.wire.channel_rig import play
 
 STUBBORN = """
@@ -39,12 +39,12 @@ def test_the_end_of_a_process_is_told_once(child: subprocess.Popen[str]) -> None
     async def main() -> None:
         told: asyncio.Queue[str] = asyncio.Queue()
         run_processes = Processes()
-        run_processes.follow("raylet", child.pid, told.put_nowait)
+        run_processes.follow_process("raylet", child.pid, told.put_nowait)
         child.kill()
         assert await told.get() == "raylet"
-        run_processes.look()
+        run_processes.report_ended()
         assert told.empty()
-        await run_processes.end(within_s=0)
+        await run_processes.end_all(within_s=0)
 
     play(main())
 
@@ -53,10 +53,10 @@ def test_an_end_that_the_loop_has_not_seen_yet_is_told_on_looking(child: subproc
     async def main() -> None:
         told: list[str] = []
         run_processes = Processes()
-        run_processes.follow("raylet", child.pid, told.append)
+        run_processes.follow_process("raylet", child.pid, told.append)
         child.kill()
         child.wait()
-        run_processes.look()
+        run_processes.report_ended()
         assert told == ["raylet"]
 
     play(main())
@@ -66,10 +66,10 @@ def test_what_does_not_end_by_itself_is_killed_and_nobody_is_told(child: subproc
     async def main() -> None:
         told: list[str] = []
         run_processes = Processes()
-        run_processes.follow("host", child.pid, told.append)
+        run_processes.follow_process("host", child.pid, told.append)
         run_processes.expect_ends()
         child.terminate()  # which it ignores
-        await run_processes.end(within_s=0.01)
+        await run_processes.end_all(within_s=0.01)
         assert told == []
 
     play(main())
@@ -82,15 +82,15 @@ def test_a_process_that_is_gone_or_elsewhere_is_not_followed(child: subprocess.P
 
     async def main() -> None:
         run_processes = Processes()
-        run_processes.follow("host", child.pid, pytest.fail)
-        await run_processes.end(within_s=60)
+        run_processes.follow_process("host", child.pid, pytest.fail)
+        await run_processes.end_all(within_s=60)
 
     play(main())
 
 
 def test_children_are_found_by_name(child: subprocess.Popen[str]) -> None:
-    assert children("stubborn", "raylet") == {"stubborn": child.pid}
-    assert children("systemd", "init") == {}, "others' children are not ours"
+    assert find_children("stubborn", "raylet") == {"stubborn": child.pid}
+    assert find_children("systemd", "init") == {}, "others' children are not ours"
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_head_that_closes_connections_and_listens_on_is_alive_until_it_is_gone
 
         server = await asyncio.start_server(greet_and_close, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        watching = asyncio.create_task(outlive(("127.0.0.1", port), patience_s=0.2))
+        watching = asyncio.create_task(watch_address(("127.0.0.1", port), patience_s=0.2))
         await enough.wait()
         assert not watching.done()
         server.close()
@@ -138,7 +138,7 @@ def test_a_connection_that_stays_is_waited_on_without_a_limit() -> None:
 
         server = await asyncio.start_server(hold, "127.0.0.1", 0)
         address = ("127.0.0.1", server.sockets[0].getsockname()[1])
-        watching = asyncio.create_task(outlive(address, patience_s=0.01))
+        watching = asyncio.create_task(watch_address(address, patience_s=0.01))
         await connected.wait()
         done, _ = await asyncio.wait((watching,), timeout=0.1)  # ten times the patience
         assert not done

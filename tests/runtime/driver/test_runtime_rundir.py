@@ -39,7 +39,7 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
 
 def test_runs_that_start_in_one_second_have_a_directory_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(RunDir, "fresh", staticmethod(lambda name: Path("runs") / f"{name}-now"))
+    monkeypatch.setattr(RunDir, "name_fresh", staticmethod(lambda name: Path("runs") / f"{name}-now"))
     found = [RunDir.claimed_fresh("grpo") for _ in range(3)]
     assert [one.path.name for one in found] == ["grpo-now", "grpo-now-2", "grpo-now-3"]
     for one in found:
@@ -56,7 +56,7 @@ def test_a_file_system_without_locks_is_one_sentence(
 
     monkeypatch.setattr(rundir.fcntl, "flock", failing)
     with pytest.raises(ConfigError, match=f"cannot be locked .{os.strerror(code)}.; name a directory on a file system"):
-        RunDir.claimed(tmp_path / "run")
+        RunDir.open_claimed(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("content", "why"), [("{", "Expecting property name"), ("[]", "a list where")])
@@ -73,10 +73,10 @@ def test_a_damaged_description_of_the_run_is_one_sentence(content: str, why: str
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     """What was left kept the directory, which is removed if the run never started, from being removed."""
-    directory = RunDir.claimed(tmp_path / "run")
+    directory = RunDir.open_claimed(tmp_path / "run")
     (tmp_path / "run" / ".config.json.tmp").symlink_to("/dev/full")
     with pytest.raises(FlowrlError, match="No space left on device"):
-        directory.write("config.json", {"config": {}})
+        directory.write_json("config.json", {"config": {}})
     directory.release()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".best.json.tmp").symlink_to("/dev/full")
@@ -90,7 +90,7 @@ def test_a_quickstart_has_a_directory_of_its_own(
 ) -> None:
     """Two that start in one second: the second was refused, for the first had the directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(RunDir, "fresh", staticmethod(lambda name: Path("runs") / f"{name}-now"))
+    monkeypatch.setattr(RunDir, "name_fresh", staticmethod(lambda name: Path("runs") / f"{name}-now"))
     taken: list[RunDir] = []
 
     def claimed(launch: Launch) -> Result:

@@ -57,9 +57,9 @@ def asked(*more: str) -> UnfinishedEvaluation:
 
 def begun(at: Path, *more: str) -> None:
     """A run that has begun, has kept an answer and a part of a ledger, and was killed."""
-    directory = asked(*more).directory(at)
-    directory.write("config.json", {"hub": {}})
-    asked(*more).begin(directory)
+    directory = asked(*more).claim_directory(at)
+    directory.write_json("config.json", {"hub": {}})
+    asked(*more).mark_begun(directory)
     for name in ("ledger.sqlite", "evaluations.jsonl"):
         (at / name).write_text("")
     record = held_out_record(sample(0), phase="before", step=0, task="a", score=1.0, correct=True, token_ids=False)
@@ -78,26 +78,26 @@ def test_the_same_command_goes_on_where_it_ended(tmp_path: Path) -> None:
     begun(at)
     begun(Path("runs/evaluate-20260102-000000"), "--max-tokens", "64")
     for named in (None, at):
-        directory = asked("--generator.replicas", "2").directory(named)
+        directory = asked("--generator.replicas", "2").claim_directory(named)
         assert (directory.path, directory.goes_on) == (at, True), "the number of generators changes no answer"
         directory.release()
-    directory = asked().directory(None)
-    asked().begin(directory)
+    directory = asked().claim_directory(None)
+    asked().mark_begun(directory)
     assert sorted(path.name for path in at.iterdir() if not path.name.startswith(".")) == [
         "checkpoints",
         "config.json",
         "rollouts",
         UNFINISHED,
     ]
-    other = asked().directory(None)
+    other = asked().claim_directory(None)
     assert not other.goes_on, "another process has that one"
     other.release()
     directory.release()
-    UnfinishedEvaluation.end(RunDir(at))
-    assert not asked().directory(None).goes_on
+    UnfinishedEvaluation.mark_ended(RunDir(at))
+    assert not asked().claim_directory(None).goes_on
     (at / "ledger.sqlite").write_text("")
     with pytest.raises(ConfigError, match="holds a finished or interrupted run"):
-        asked().directory(at)
+        asked().claim_directory(at)
 
 
 def change_reward() -> None:
@@ -146,9 +146,9 @@ def test_answers_to_something_else_are_not_taken_over(more: tuple[str, ...], cha
     assert callable(change)
     change()
     with pytest.raises(ConfigError, match="and this one differs: ") as raised:
-        asked(*more).directory(at)
+        asked(*more).claim_directory(at)
     assert said in str(raised.value)
-    directory = asked(*more).directory(None)
+    directory = asked(*more).claim_directory(None)
     assert not directory.goes_on and directory.path != at
     directory.release()
 

@@ -30,7 +30,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
 def commit(small: SmallRun) -> None:
     small.client.flush()
-    small.accounting.bookings.commit()
+    small.accounting.bookings.commit_all()
 
 
 def trained(small: SmallRun, members: Sequence[Scored]) -> None:

@@ -112,15 +112,15 @@ class SmallRun:
             max_groups=None if self.steps is None else (self.steps - self.start_version) * 2,
         )
         self.accounting = Accounting(self.directory, tickets, on_step=self.on_step, resume=self.resume)
-        self.metrics = Metrics(self.directory, Statistics(), roles={}, record_line=self.accounting.line)
-        self.accounting.serve(self.wire)
+        self.metrics = Metrics(self.directory, Statistics(), roles={}, record_line=self.accounting.book_line)
+        self.accounting.register_handlers(self.wire)
         self.client = LedgerClient(self.wire, "generator/0")
         self.rng = random.Random(self.seed)
         self.version = self.start_version
         self.group = 0
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self.metrics.line(record | {"ledger_head": self.accounting.ledger.head})
+        self.metrics.write_line(record | {"ledger_head": self.accounting.ledger.head})
 
     async def admit(self, group: int | str) -> int | None:
         return await self.client.admit("prompts/0", prompts(group))
@@ -200,13 +200,13 @@ class TwoTrainers:
         consumers = [("generator/0", "actor"), ("critic/0", "critic")]
         tickets = Tickets(2, 1, consumers=consumers, trainers=["actor", "critic"])
         self.accounting = Accounting(directory, tickets, on_step=self.on_step, bound=1, own_clock=["critic"])
-        self.metrics = Metrics(directory, Statistics(), roles={}, record_line=self.accounting.line)
+        self.metrics = Metrics(directory, Statistics(), roles={}, record_line=self.accounting.book_line)
         wire = Wire()
-        self.accounting.serve(wire)
+        self.accounting.register_handlers(wire)
         self.client = LedgerClient(wire, "generator/0")
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self.metrics.line(record | {"ledger_head": self.accounting.ledger.head})
+        self.metrics.write_line(record | {"ledger_head": self.accounting.ledger.head})
 
     def sample(self, prompt: Prompt, version: int) -> Scored:
         """A rollout with its reports; the third member is an episode, which begins twice in every second group."""

@@ -26,7 +26,7 @@ from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.ledger import bookings, ledger, ledger_client, ledger_file
 from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
-from flowrl.runtime.telemetry.metrics import read
+from flowrl.runtime.telemetry.metrics import read_lines
 from flowrl.wire.tickets import Tickets
 from tests.rigs.ticks import ticks
 from tests.runtime.ledger.small_run import POLICY, SmallRun, Wire, lost, prompts, sample, whole_run
@@ -67,8 +67,8 @@ def test_a_group_is_committed_before_its_source_gets_the_ticket(tmp_path: Path) 
 def test_groups_admitted_in_one_turn_share_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)
-        commit = Mock(wraps=small.accounting.ledger.writing)
-        monkeypatch.setattr(small.accounting.ledger, "writing", commit)
+        commit = Mock(wraps=small.accounting.ledger.write_in_pieces)
+        monkeypatch.setattr(small.accounting.ledger, "write_in_pieces", commit)
         assert await asyncio.gather(*(small.admit(group) for group in range(4))) == [0, 1, 2, 3]
         assert commit.call_count == 1
 
@@ -202,7 +202,7 @@ def test_every_sample_of_a_group_is_looked_up(tmp_path: Path, done: bool) -> Non
         await small.admit(0)
         if done:
             small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"))
-            small.accounting.bookings.commit()
+            small.accounting.bookings.commit_all()
         first, second, third = prompts(1)
         with pytest.raises(FlowrlError, match=r"'prompts/0' admitted sample 'g0/2' .* in group 'g1' after group 'g0'"):
             await small.client.admit("prompts/0", [first, second, replace(third, sample_id="g0/2")])
@@ -295,7 +295,7 @@ def test_a_marker_that_names_no_samples_stands_for_the_whole_group(tmp_path: Pat
         small = SmallRun(tmp_path)
         await small.admit(0)
         small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "advantage/0"))
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         assert set(states(tmp_path).values()) == {("dropped", "cancelled")}
         assert small.accounting.tickets.num_open == 0
 
@@ -313,7 +313,7 @@ def test_late_news_changes_no_state(tmp_path: Path) -> None:
         small.client.lost(lost(made[2], "dropped", "again"))
         small.client.generated(made[2])
         small.client.flush()
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         assert states(tmp_path) == {"g0/0": ("trained", None), "g0/1": ("trained", None), "g0/2": ("failed", "timeout")}
         assert rows(tmp_path, "SELECT response_tokens, redone_tokens FROM samples WHERE member = 2") == [(1, 0)]
 
@@ -345,7 +345,7 @@ def test_the_tokens_of_an_unfinished_rollout_are_those_of_its_marker(tmp_path: P
         small = SmallRun(tmp_path)
         await small.admit(0)
         small.client.lost(lost(prompts(0)[0], "dropped", "cancelled", tokens=17))
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         assert rows(tmp_path, "SELECT response_tokens FROM samples WHERE member = 0") == [(17,)]
 
     run(body())
@@ -359,7 +359,7 @@ def test_tokens_generated_again_are_counted_apart(tmp_path: Path) -> None:
         small.client.generated(sample(prompt, [0] * 5))
         small.client.generated(sample(prompt, [0] * 8, generator="generator/1"))
         small.client.flush()
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         query = "SELECT response_tokens, redone_tokens, generator FROM samples WHERE member = 0"
         assert rows(tmp_path, query) == [(8, 5, "generator/1")]
 
@@ -375,11 +375,11 @@ def test_a_copy_of_what_a_checkpoint_kept_changes_no_row(tmp_path: Path) -> None
             small.client.generated(sample(prompt, [0] * 5))
         small.client.scored(sample(first, [0] * 5, reward=1.0))
         small.client.flush()
-        small.accounting.kept({first.sample_id}, {first.sample_id})
+        small.accounting.note_kept({first.sample_id}, {first.sample_id})
         small.client.generated(sample(first, [3] * 6))
         small.client.scored(sample(first, [3] * 6, reward=7.0))
         small.client.flush()
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         query = "SELECT response_tokens, redone_tokens, newest_version, reward FROM samples ORDER BY member LIMIT 2"
         assert rows(tmp_path, query) == [(5, 6, 0, 1.0), (5, 0, 0, None)]
 
@@ -413,7 +413,7 @@ def test_a_second_trainer_stands_in_uses_and_in_the_first_ones_record(tmp_path: 
         records: list[dict[str, Any]] = []
         small = SmallRun(tmp_path)
         accounting = Accounting(tmp_path, Tickets(1, 1, consumers=consumers), on_step=records.append)
-        accounting.serve(small.wire)
+        accounting.register_handlers(small.wire)
         client = LedgerClient(small.wire, "generator/0")
         await client.admit("prompts/0", prompts(0))
         uses = [Use.of(sample(p, [0, 0])) for p in prompts(0)]
@@ -488,7 +488,7 @@ def test_a_step_without_a_weights_edge_is_recorded(tmp_path: Path) -> None:
         (tmp_path / "graph.json").write_text('{"tickets": null, "max_staleness": null}')
         accounting = Accounting(tmp_path, Tickets(1, None, consumers=(), trainers=["sft"]), on_step=records.append)
         wire = Wire()
-        accounting.serve(wire)
+        accounting.register_handlers(wire)
         client = LedgerClient(wire, "sft/0")
         await client.admit("rows/0", prompts(0, 1))
         row = sample(prompts(0, 1)[0], [-1, -1, -1])
@@ -531,13 +531,13 @@ def test_events_are_sent_and_committed_without_a_further_one(tmp_path: Path, mon
         small = SmallRun(tmp_path)
         await small.admit(0)
         committed = asyncio.Event()
-        writing = small.accounting.ledger.writing
+        writing = small.accounting.ledger.write_in_pieces
 
         def write_and_tell() -> Iterator[None]:
             yield from writing()
             committed.set()
 
-        monkeypatch.setattr(small.accounting.ledger, "writing", write_and_tell)
+        monkeypatch.setattr(small.accounting.ledger, "write_in_pieces", write_and_tell)
         small.client.generated(sample(prompts(0)[0], [0] * 6))
         await committed.wait()
         assert rows(tmp_path, "SELECT response_tokens FROM samples WHERE member = 0") == [(6,)]
@@ -553,7 +553,7 @@ def test_a_full_disk_fails_the_admission_and_loses_no_row(tmp_path: Path) -> Non
         with pytest.raises(FlowrlError, match=r"ledger\.sqlite cannot be written \(database or disk is full\)"):
             await small.client.admit("prompts/0", prompts(1, 500))
         small.accounting.ledger._db.execute("PRAGMA max_page_count = 10000")
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         assert rows(tmp_path, "SELECT COUNT(*) FROM samples") == [(503,)]
 
     run(body())
@@ -570,7 +570,7 @@ def test_a_row_that_cannot_be_stored_is_reported_with_its_cause(tmp_path: Path, 
         small = SmallRun(tmp_path)
         await small.admit(0)
         with pytest.raises(FlowrlError, match=rf"ledger\.sqlite cannot be written \(.*{cause}.*fix that") as refused:
-            await small.accounting.admit("prompts/0", "g1", [("g1/0", prompt_id, 0, 0, 5)])
+            await small.accounting.admit_group("prompts/0", "g1", [("g1/0", prompt_id, 0, 0, 5)])
         assert "room" not in str(refused.value)
         assert reported == [refused.value]
         with pytest.raises(FlowrlError, match=cause):
@@ -606,12 +606,12 @@ def test_where_two_statements_write_one_column_any_order_ends_alike(
         directory = tmp_path / "".join(str(int(commit)) for commit in commits)
         directory.mkdir()
         book = ledger.Ledger(directory / "ledger.sqlite")
-        book.add("ticket", 0, "g0", "{}")
-        book.add("admitted", "g0/0", "g0", "p0", 0, 0, 5, 0, 1.0)
+        book.add_row("ticket", 0, "g0", "{}")
+        book.add_row("admitted", "g0/0", "g0", "p0", 0, 0, 5, 0, 1.0)
         for event, commit in zip(order, commits, strict=True):
-            book.add(*event)
+            book.add_row(*event)
             if commit:
-                book.commit()
+                book.commit_rows()
         book.close()
         query = "SELECT response_tokens, redone_tokens, generator, oldest_version, newest_version FROM samples"
         assert rows(directory, query) == [(5, 4, "generator/0", 1, 2)]
@@ -706,7 +706,7 @@ def test_a_resumed_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
         small.close(orderly=False)
 
     async def after() -> None:
-        ledger_file.restore(tmp_path / "checkpoint", tmp_path / "ledger.sqlite")
+        ledger_file.restore_ledger(tmp_path / "checkpoint", tmp_path / "ledger.sqlite")
         small = SmallRun(tmp_path, resume=True, start_version=1)
         assert small.accounting.in_flight() == {"g2": 2, "g3": 3}
         assert small.accounting.tickets.untrained() == [2, 3]
@@ -732,4 +732,4 @@ def test_whole_runs_close_their_books(tmp_path: Path, seed: int) -> None:
     assert report.ok, str(report)
     assert report.figures["steps"] == 6
     assert report.figures["  in flight"] == 0
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

@@ -30,7 +30,7 @@ class Hosts:
         self.accounting = accounting
         self.wires = {name: Wire() for name in ("core", "generator", "trainer")}
         for wire in self.wires.values():
-            accounting.serve(wire)
+            accounting.register_handlers(wire)
             wire.held = []
         self.clients = {name: LedgerClient(wire, f"{name}/0") for name, wire in self.wires.items()}
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.audit.audit import _tickets_out, audit
+from flowrl.runtime.audit.audit import _check_tickets_out, audit
 from flowrl.runtime.audit.audit_rules import CHECKS
 from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger import Ledger
-from flowrl.runtime.ledger.ledger_file import LEDGER, unreadable
-from flowrl.runtime.telemetry.metrics import read
+from flowrl.runtime.ledger.ledger_file import LEDGER, describe_unreadable
+from flowrl.runtime.telemetry.metrics import read_lines
 from tests.runtime.ledger.audit_damages import DAMAGES, DAMAGES_OF_TWO
 from tests.runtime.ledger.request_damages import REQUEST_DAMAGES
 from tests.runtime.ledger.small_run import two_trainers, whole_run
@@ -130,19 +130,19 @@ def test_tickets_are_counted_in_time_proportional_to_their_number(tmp_path: Path
     number, out = 20_000, 10_000
     ledger = Ledger(tmp_path / LEDGER, Terms(trainers=("trainer",), tickets=out + 1))
     for ticket in range(number):
-        ledger.add("ticket", ticket, f"g{ticket}", "{}")
-        ledger.add("admitted", f"g{ticket}/0", f"g{ticket}", "p", 0, 0, 5, max(0, ticket - out), 0.0)
-        ledger.add("settled", "trained", ticket + 1, ticket)
-    ledger.commit()
+        ledger.add_row("ticket", ticket, f"g{ticket}", "{}")
+        ledger.add_row("admitted", f"g{ticket}/0", f"g{ticket}", "p", 0, 0, 5, max(0, ticket - out), 0.0)
+        ledger.add_row("settled", "trained", ticket + 1, ticket)
+    ledger.commit_rows()
     with closing(sqlite3.connect(ledger.path)) as db:
         began = time.process_time()
-        assert list(_tickets_out(db, {"main": "trainer", "several": False})) == []
+        assert list(_check_tickets_out(db, {"main": "trainer", "several": False})) == []
         assert time.process_time() - began < 1.0
     ledger.close()
 
 
 def edit_line(run_dir: Path, step: int, **values: object) -> None:
-    lines = [line | values if line["step"] == step else line for line in read(run_dir / "metrics.jsonl")]
+    lines = [line | values if line["step"] == step else line for line in read_lines(run_dir / "metrics.jsonl")]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -349,8 +349,8 @@ def test_a_new_ledger_takes_nothing_over_from_a_deleted_one(tmp_path: Path) -> N
     assert (tmp_path / f"{LEDGER}-wal").stat().st_size > 0
     (tmp_path / LEDGER).unlink()
     ledger = Ledger(tmp_path / LEDGER)
-    ledger.add("ticket", 0, "new", "{}")
-    ledger.commit()
+    ledger.add_row("ticket", 0, "new", "{}")
+    ledger.commit_rows()
     ledger.close()
     with closing(sqlite3.connect(tmp_path / LEDGER)) as db:
         assert db.execute("SELECT group_id FROM tickets").fetchall() == [("new",)]
@@ -369,4 +369,4 @@ def test_a_new_ledger_takes_nothing_over_from_a_deleted_one(tmp_path: Path) -> N
 def test_only_a_damaged_ledger_is_called_damaged(code: int, says: str, tmp_path: Path) -> None:
     error = sqlite3.OperationalError("as SQLite says")
     error.sqlite_errorcode = code
-    assert f"{tmp_path / LEDGER} {says}" in unreadable(tmp_path / LEDGER, error)
+    assert f"{tmp_path / LEDGER} {says}" in describe_unreadable(tmp_path / LEDGER, error)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.audit.audit import AuditReport, prove
+from flowrl.runtime.audit.audit import AuditReport, prove_ledger
 from flowrl.runtime.ledger.chain import TABLES as CHAIN_TABLES
 from flowrl.runtime.ledger.ledger_file import TABLES
 from flowrl.runtime.telemetry.metrics import whole_lines
@@ -53,7 +53,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 def look(db: sqlite3.Connection, lines: list[str]) -> AuditReport:
-    return prove(db, lines=lines, num_known=len(lines))
+    return prove_ledger(db, lines=lines, num_known=len(lines))
 
 
 @functools.cache

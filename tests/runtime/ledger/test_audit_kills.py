@@ -142,16 +142,18 @@ def test_a_run_may_be_killed_at_any_write(tmp_path: Path, monkeypatch: pytest.Mo
     assert [name.partition(": ")[2] for name in before_the_ledger] == [
         "before ledger_file.create",
         "before ledger_file._begin_incarnation",
-        "before Chain.extending",
-        "after Chain.extending",
+        "before Chain.extend_in_pieces",
+        "after Chain.extend_in_pieces",
         "after ledger_file._begin_incarnation",
     ]
     told = alarms(kills)
     assert len(told) == len(before_the_ledger), told
     assert all("ended before it could admit anything; start it again" in text for text in told)
-    assert len(kills.made) > 100 and any("within Ledger.writing" in name for name, _ in kills.made)
+    assert len(kills.made) > 100 and any("within Ledger.write_in_pieces" in name for name, _ in kills.made)
     assert audit(tmp_path / "run").ok
-    waiting = [audit(copy).figures["steps"] - len(metrics.read(copy / "metrics.jsonl")) for _, copy in kills.made[5:]]
+    waiting = [
+        audit(copy).figures["steps"] - len(metrics.read_lines(copy / "metrics.jsonl")) for _, copy in kills.made[5:]
+    ]
     assert max(waiting) >= 2, "no kill met lines that waited"
 
 
@@ -159,7 +161,7 @@ def test_a_checkpoint_comes_after_the_lines_of_its_steps(tmp_path: Path) -> None
     """Nobody would write them: a run that goes on from it begins with the next step."""
     go(tmp_path / "run", steps=5)
     for step in (4, 5):
-        ledger_file.restore(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", tmp_path / f"{step}.sqlite")
+        ledger_file.restore_ledger(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", tmp_path / f"{step}.sqlite")
         with closing(sqlite3.connect(tmp_path / f"{step}.sqlite")) as db:
             lines = db.execute("SELECT step, line IS NOT NULL FROM steps ORDER BY step").fetchall()
         assert lines == [(number, True) for number in range(1, step + 1)]
@@ -170,7 +172,7 @@ def test_a_resume_may_be_killed_at_any_write(tmp_path: Path) -> None:
     first = Kills(tmp_path / "run", tmp_path / "first")
     with first.everywhere():
         go(tmp_path / "run", steps=4)
-    killed = [copy for name, copy in first.made if name.endswith("after Metrics.line")][2]  # of step 3
+    killed = [copy for name, copy in first.made if name.endswith("after Metrics.write_line")][2]  # of step 3
     kills = Kills(killed, tmp_path / "second")
     with kills.everywhere():
         go(killed, steps=6, resume=True)

@@ -195,7 +195,7 @@ def test_a_run_that_grows_is_audited_in_between(tmp_path: Path) -> None:
             await run.go_on(2)
             await run.admit(run.group)  # in flight
             run.client.flush()
-            run.accounting.ledger.commit()
+            run.accounting.ledger.commit_rows()
             report = continue_audit(tmp_path)
             assert report.ok and report.figures == audit(tmp_path).figures
             if number:
@@ -222,8 +222,8 @@ def test_what_only_a_run_that_has_ended_breaks_is_found_at_its_end(tmp_path: Pat
     run.close(orderly=False)
     assert continue_audit(tmp_path).ok
     ledger = Ledger(tmp_path / LEDGER)
-    ledger.add("ended in order", 1e9)
-    ledger.commit()
+    ledger.add_row("ended in order", 1e9)
+    ledger.commit_rows()
     ledger.close()
     assert not same(tmp_path)
     texts = [violation.text for violation in continue_audit(tmp_path).violations]
@@ -234,10 +234,10 @@ def test_a_batch_that_grew_after_its_step_is_found(run_dir: Path) -> None:
     """By the further audit itself, before the whole one."""
     assert continue_audit(run_dir).ok
     ledger = Ledger(run_dir / LEDGER)
-    ledger.add("used", "g4/0", "trainer", 1, 2, 0, 0, 0, None)
-    ledger.commit()
+    ledger.add_row("used", "g4/0", "trainer", 1, 2, 0, 0, 0, None)
+    ledger.commit_rows()
     ledger.close()
-    report = audits._audit(run_dir, seal_of(run_dir), sealing=True)
+    report = audits._audit_until_still(run_dir, seal_of(run_dir), sealing=True)
     assert "step 2 trained samples of 3 groups, but a batch has 2 at most" in [one.text for one in report.violations]
     assert not same(run_dir)
 
@@ -300,9 +300,9 @@ def test_a_seal_that_cannot_be_written_is_told(run_dir: Path) -> None:
 def test_a_row_that_goes_beyond_its_page_is_read_each_time(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / LEDGER)
     for ticket in range(64):
-        ledger.add("ticket", ticket, f"g{ticket}", "{}")
-        ledger.add("admitted", f"g{ticket}/0", f"g{ticket}", "p" * (9000 if ticket == 20 else 9), 0, 0, 5, 0, 0.0)
-    ledger.commit()
+        ledger.add_row("ticket", ticket, f"g{ticket}", "{}")
+        ledger.add_row("admitted", f"g{ticket}/0", f"g{ticket}", "p" * (9000 if ticket == 20 else 9), 0, 0, 5, 0, 0.0)
+    ledger.commit_rows()
     ledger.close()
     assert continue_audit(tmp_path).ok
     assert [number for number, one in seal_of(tmp_path).rows["samples"].items() if one.pages is None] == [1]
@@ -335,13 +335,13 @@ def test_rows_that_differ_have_pages_that_differ(tmp_path: Path, seed: int) -> N
             if rng.random() < 0.3 and path.with_name("some.sqlite-wal").exists():
                 writer.execute("PRAGMA wal_checkpoint(PASSIVE)")
             with Pages(path) as pages, closing(sqlite3.connect(path, isolation_level=None)) as db:
-                assert pages.begin(db)
-                leaves = pages.leaves(db, "things")
+                assert pages.begin_transaction(db)
+                leaves = pages.find_leaves(db, "things")
                 assert leaves is not None
                 for first in range(-100, 4000, 100):
                     bounds = (first, first + 99)
                     rows = db.execute("SELECT rowid, * FROM things WHERE rowid BETWEEN ? AND ?", bounds).fetchall()
-                    digest = leaves.digest(*bounds)
+                    digest = leaves.digest_rows(*bounds)
                     if bounds in seen and seen[bounds][0] == digest:
                         assert seen[bounds][1] == rows
                     seen[bounds] = (digest, rows)

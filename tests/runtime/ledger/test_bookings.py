@@ -48,10 +48,10 @@ def test_jobs_are_done_in_order_and_the_loop_goes_on_between_their_pieces(books:
     told: list[str] = []
 
     async def body() -> None:
-        books.do(job(told, "a"))
+        books.add_job(job(told, "a"))
         assert told == ["a1"] and not books.busy, "what is short is done at once"
-        books.do(job(told, "b", 3))
-        books.do(job(told, "c"))
+        books.add_job(job(told, "b", 3))
+        books.add_job(job(told, "c"))
         assert told == ["a1", "b1"] and books.busy
         asyncio.get_running_loop().call_soon(told.append, "loop")
         await books.done()
@@ -65,14 +65,14 @@ def test_everything_can_be_finished_at_once(books: Bookings) -> None:
     told: list[str] = []
 
     async def body() -> None:
-        books.do(job(told, "a", 3))
-        books.do(job(told, "b", 2))
-        waiting = asyncio.ensure_future(books.done())
+        books.add_job(job(told, "a", 3))
+        books.add_job(job(told, "b", 2))
+        waiting = asyncio.ensure_future(books.wait_for_jobs())
         await ticks()
-        books.finish()
+        books.finish_jobs()
         assert told == ["a1", "a2", "a3", "b1", "b2"] and not books.busy
         await waiting
-        books.do(job(told, "c", 2))
+        books.add_job(job(told, "c", 2))
         await ticks(5)
         assert told[5:] == ["c1", "c2"]
 
@@ -86,10 +86,10 @@ def test_what_a_job_raises_is_told_and_the_next_jobs_are_done(books: Bookings) -
     async def body() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unretrieved.append(context["exception"]))
         with pytest.raises(FlowrlError, match="at once"):
-            books.do(job(told, "a", error=FlowrlError("at once")))
-        books.do(job(told, "b", 2, error=FlowrlError("later")))
-        books.do(job(told, "c"))
-        await books.done()
+            books.add_job(job(told, "a", error=FlowrlError("at once")))
+        books.add_job(job(told, "b", 2, error=FlowrlError("later")))
+        books.add_job(job(told, "c"))
+        await books.wait_for_jobs()
 
     asyncio.run(body())
     assert told == ["b1", "c1"] and [str(error) for error in unretrieved] == ["later"]
@@ -112,18 +112,18 @@ def test_the_books_are_those_that_are_made_at_once(tmp_path: Path, run: Any, mon
     for name in ("at once", "in pieces"):
         (tmp_path / name).mkdir()
     asyncio.run(run(tmp_path / "at once"))
-    booking = accounting.Accounting._booking
+    booking = accounting.Accounting._book_events
 
     def finished(self: accounting.Accounting, events: Any) -> Iterator[None]:
         yield  # even the shortest job takes two pieces
         yield from booking(self, events)
 
     def record(self: accounting.Accounting, events: Any) -> None:
-        self.bookings.do(self._booking(events))
-        self.bookings.finish()  # the loop of these runs does not wait for what it reports
+        self.bookings.add_job(self._book_events(events))
+        self.bookings.finish_jobs()  # the loop of these runs does not wait for what it reports
 
-    monkeypatch.setattr(accounting.Accounting, "_booking", finished)
-    monkeypatch.setattr(accounting.Accounting, "record", record)
+    monkeypatch.setattr(accounting.Accounting, "_book_events", finished)
+    monkeypatch.setattr(accounting.Accounting, "record_events", record)
     for module, constant in ((accounting, "USES_AT_ONCE"), (ledger, "ROWS_AT_ONCE"), (chain, "ROWS_AT_ONCE")):
         monkeypatch.setattr(module, constant, 1)
     asyncio.run(run(tmp_path / "in pieces"))
@@ -141,7 +141,7 @@ def test_a_reader_sees_a_step_whole_or_not_and_an_admission_waits_for_its_commit
         for one in made:
             small.client.generated(one)
         small.client.flush()
-        await small.accounting.bookings.done()
+        await small.accounting.bookings.wait_for_jobs()
         seen: list[tuple[int, int, int, int]] = []
         counts = "SELECT (SELECT COUNT(*) FROM steps), (SELECT COUNT(*) FROM uses), (SELECT COUNT(*) FROM samples),"
         counts += " (SELECT COUNT(*) FROM samples WHERE state = 'trained')"
@@ -175,11 +175,11 @@ def test_a_full_disk_in_the_middle_loses_no_row(tmp_path: Path) -> None:
         refused = asyncio.ensure_future(small.client.admit("prompts/0", prompts(1, 300)))
         await ticks_until(lambda: small.accounting.bookings.busy)
         await ticks(20)
-        small.accounting.ledger.add("scored", 0.5, 1.0, "g0/0")
+        small.accounting.ledger.add_row("scored", 0.5, 1.0, "g0/0")
         with pytest.raises(FlowrlError, match="database or disk is full"):
             await refused
         small.accounting.ledger._db.execute("PRAGMA max_page_count = 10000")
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         with closing(sqlite3.connect(tmp_path / ledger_file.LEDGER)) as db:
             assert db.execute("SELECT COUNT(*), SUM(reward) FROM samples").fetchone() == (303, 0.5)
         assert len(unretrieved) == 1
@@ -200,13 +200,13 @@ def test_a_step_of_thousands_of_samples_is_booked_in_short_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None takes more than so many uses or rows; one piece of each kind takes some 10 or 20 ms."""
-    num_pieces, advance = [0], Bookings._advance
+    num_pieces, advance = [0], Bookings._advance_job
 
     def counted(self: Bookings) -> None:
         num_pieces[0] += 1
         advance(self)
 
-    monkeypatch.setattr(bookings.Bookings, "_advance", counted)
+    monkeypatch.setattr(bookings.Bookings, "_advance_job", counted)
 
     async def body() -> None:
         small = SmallRun(tmp_path)
@@ -214,9 +214,9 @@ def test_a_step_of_thousands_of_samples_is_booked_in_short_pieces(
         await small.client.admit("prompts/0", prompts(1, 2000))
         num_pieces[0] = 0
         uses = [(f"g{group}/{member}", 1, 0, 0, 0, [(5, 1, "x")]) for group in (0, 1) for member in range(2000)]
-        small.accounting.record([("step", POLICY, {"step": 1}, uses, "trainer/0")])
+        small.accounting.record_events([("step", POLICY, {"step": 1}, uses, "trainer/0")])
         assert num_pieces == [1]
-        await small.accounting.bookings.done()
+        await small.accounting.bookings.wait_for_jobs()
         changed = 3 * 4000 + 3  # samples, uses and spans, the tickets and the step
         written = changed + 4000  # for each use the tokens of a report that may come later
         assert num_pieces[0] >= 4000 // 250 + written // 1000 + changed // 1000

@@ -19,13 +19,13 @@ from flowrl.runtime.audit import audit as audits
 from flowrl.runtime.audit.audit import audit
 from flowrl.runtime.audit.audit_chain import check_chain
 from flowrl.runtime.checkpoints import checkpoint
-from flowrl.runtime.checkpoints.resume import rewind
+from flowrl.runtime.checkpoints.resume import rewind_run
 from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.chain import SCHEMA, Chain, Commit, Sum, read_commits, read_contents
 from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger import Ledger
 from flowrl.runtime.ledger.ledger_file import LEDGER, open_to_read
-from flowrl.runtime.ledger.ledger_segments import rebuild, segments_of
+from flowrl.runtime.ledger.ledger_segments import rebuild_ledger, segments_of
 from flowrl.runtime.telemetry.metrics import whole_lines
 from tests.runtime.ledger.small_run import MEMBERS, POLICY, SmallRun, whole_run
 
@@ -60,12 +60,12 @@ def test_what_triggers_add_up_is_what_the_table_holds(db: sqlite3.Connection, se
                 ),
                 (rowid, value),
             )
-        extended = chain.extend(float(commit))
+        extended = chain.extend_chain(float(commit))
         kept = rng.random() < 0.7
         db.execute("COMMIT" if kept else "ROLLBACK")
-        chain.settle(extended if kept else None)
+        chain.end_transaction(extended if kept else None)
         assert chain.state.sums == {"things": written(db)}
-    assert read_contents(db) in ([written(db).row("things")], [])
+    assert read_contents(db) in ([written(db).as_row("things")], [])
     before: Commit | None = None
     for link in read_commits(db):
         assert link == Commit.after(before, link.committed_s, link.digest)
@@ -78,7 +78,7 @@ def test_what_changes_nothing_makes_no_link(db: sqlite3.Connection) -> None:
     for number, statement in enumerate(("INSERT INTO things VALUES ('a', 1, 2)", "UPDATE things SET kind = 2")):
         db.execute("BEGIN")
         db.execute(statement)
-        chain.settle(chain.extend(float(number)))
+        chain.end_transaction(chain.extend_chain(float(number)))
         db.execute("COMMIT")
     assert [link.number for link in read_commits(db)] == [0]
 
@@ -96,13 +96,13 @@ def test_rows_that_stand_twice_are_counted_twice() -> None:
 def test_a_commit_that_fails_leaves_the_chain_and_can_be_repeated(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     head = ledger.head
-    ledger.add("ticket", 0, "g0", "{}")
-    ledger.add("used", "g0/0", POLICY, 0, 1, "many", None, 0, 0)  # a column that may not be NULL
+    ledger.add_row("ticket", 0, "g0", "{}")
+    ledger.add_row("used", "g0/0", POLICY, 0, 1, "many", None, 0, 0)  # a column that may not be NULL
     with pytest.raises(FlowrlError, match="cannot be written"):
-        ledger.commit()
+        ledger.commit_rows()
     assert ledger.head == head
     ledger._rows["used"].clear()
-    ledger.commit()
+    ledger.commit_rows()
     assert ledger.head != head
     ledger.close()
     with closing(open_to_read(tmp_path / "ledger.sqlite")) as db:
@@ -130,7 +130,7 @@ async def run_with_checkpoints(directory: Path, *, ahead: int = 1) -> None:
             run.accounting.as_of_now().write(kept(directory, step))
             facts = {"step": step, "ledger_head": run.accounting.ledger.head}
             checkpoint.write_manifest(kept(directory, step), facts, threading.Event())
-            run.accounting.ledger.published(kept(directory, step))
+            run.accounting.ledger.note_published(kept(directory, step))
     run.close(orderly=False)
 
 
@@ -145,7 +145,7 @@ def kept(run_dir: Path, step: int) -> Path:
 
 
 def go_back(run_dir: Path, step: int, terms: Terms | None = None) -> None:
-    rewind(run_dir, kept(run_dir, step), step, terms or Terms.read(run_dir))
+    rewind_run(run_dir, kept(run_dir, step), step, terms or Terms.read(run_dir))
 
 
 def test_a_run_with_checkpoints_is_sound(run_dir: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_resume_from_the_checkpoint_before_the_newest_is_sound(run_dir: Path) 
 
 def test_a_ledger_that_went_back_without_a_resume_is_named(run_dir: Path) -> None:
     (run_dir / LEDGER).unlink()
-    rebuild(kept(run_dir, 2), run_dir / LEDGER, ledger_file.SCHEMA + SCHEMA)
+    rebuild_ledger(kept(run_dir, 2), run_dir / LEDGER, ledger_file.SCHEMA + SCHEMA)
     with closing(sqlite3.connect(run_dir / LEDGER)) as db:
         db.execute(f"PRAGMA user_version = {ledger_file.FORMAT}")
     report = audit(run_dir)
@@ -208,8 +208,8 @@ def test_the_log_of_a_killed_run_does_not_get_into_the_rewound_ledger(tmp_path: 
     async def killed() -> Path:
         await run_with_checkpoints(tmp_path / "run")
         ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
-        ledger.add("ticket", 999, "g999", "{}")
-        ledger.commit()
+        ledger.add_row("ticket", 999, "g999", "{}")
+        ledger.commit_rows()
         copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
         ledger.close()
         return copy
@@ -257,7 +257,7 @@ def test_what_comes_while_the_audit_reads_is_no_violation(tmp_path: Path) -> Non
     def steps(path: Path) -> list[str]:
         lines = whole_lines(path)
         run[0].step([])
-        run[0].accounting.bookings.commit()
+        run[0].accounting.bookings.commit_all()
         return lines
 
     async def body() -> None:

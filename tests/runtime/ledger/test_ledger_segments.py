@@ -63,9 +63,9 @@ class Life:
         self.step += 1
         train(self.ledger, self.step, 0)
         late = f"group{self.rng.randrange(self.groups):08d}/{self.rng.randrange(MEMBERS)}"
-        self.ledger.add("redone", 7, late)
-        self.ledger.add("evaluated", "during", self.step, "q", 0, 1.0, 1, 3, self.step, self.step, "t", 0.5)
-        self.ledger.commit()
+        self.ledger.add_row("redone", 7, late)
+        self.ledger.add_row("evaluated", "during", self.step, "q", 0, 1.0, 1, 3, self.step, self.step, "t", 0.5)
+        self.ledger.commit_rows()
 
     def checkpoint(self, *, fails: bool = False) -> None:
         temporary = self.at(self.step).with_name(".tmp")
@@ -75,15 +75,15 @@ class Life:
             rows, head = rows_of(self.ledger.path), self.ledger.head
             snapshot.write(temporary)
         if not fails:
-            checkpoint.publish(temporary, self.at(self.step), {"ledger_head": head}, threading.Event())
-            self.ledger.published(self.at(self.step))
+            checkpoint.publish_checkpoint(temporary, self.at(self.step), {"ledger_head": head}, threading.Event())
+            self.ledger.note_published(self.at(self.step))
             self.written[self.step] = rows
 
     def resume(self) -> None:
         """From the newest checkpoint, after a kill."""
         self.ledger._db.close()
         self.step = max(self.written)
-        ledger_file.restore(self.at(self.step), self.ledger.path, TERMS)
+        ledger_file.restore_ledger(self.at(self.step), self.ledger.path, TERMS)
         self.ledger = Ledger(self.ledger.path, restored_from=self.at(self.step))
         self.groups = len(rows_of(self.ledger.path)["tickets"])
 
@@ -98,7 +98,7 @@ class Life:
         shutil.copytree(self.at(step), alone)
         checkpoint.verify_files(alone)
         fresh = alone.with_name("ledger.sqlite")
-        ledger_segments.rebuild(alone, fresh, f"{ledger_file.SCHEMA}{ledger_file.chain.SCHEMA}")
+        ledger_segments.rebuild_ledger(alone, fresh, f"{ledger_file.SCHEMA}{ledger_file.chain.SCHEMA}")
         return rows_of(fresh)
 
 
@@ -213,13 +213,13 @@ def test_a_segment_that_is_missing_or_damaged_is_named(life: Life) -> None:
         checkpoint.verify_files(life.at(41))
     oldest.unlink()
     with pytest.raises(ConfigError, match="step_000041 has no segment of its ledger with commit 0"):
-        ledger_file.restore(life.at(41), life.directory / "other.sqlite", TERMS)
+        ledger_file.restore_ledger(life.at(41), life.directory / "other.sqlite", TERMS)
     checkpoint.verify_files(life.at(40))  # its files are its own names
 
 
 def test_a_checkpoint_of_an_earlier_flowrl_has_the_whole_ledger_in_one_file(life: Life) -> None:
     life.work()
-    life.ledger.commit()
+    life.ledger.commit_rows()
     old = life.at(1)
     old.mkdir()
     with (

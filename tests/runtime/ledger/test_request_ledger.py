@@ -89,7 +89,7 @@ def test_a_copy_of_what_a_checkpoint_kept_books_no_request(tmp_path: Path) -> No
         for one in made:
             small.client.generated(one)
         small.client.flush()
-        small.accounting.kept({"g0/0"}, set())
+        small.accounting.note_kept({"g0/0"}, set())
         small.client.generated(sample(prompts(0)[0], [0] * 6))
         commit(small)
         assert rows(tmp_path, REQUESTS) == [(f"g0/{member}", 0, 0, 4, None) for member in range(3)]
@@ -324,10 +324,10 @@ def told(directory: Path, rng: random.Random | None) -> list[Any]:
                 hosts.setdefault(HOST_OF[event[0]], []).append(event)
         while rng and hosts:
             host = rng.choice(sorted(hosts))
-            small.accounting.record([hosts[host].pop(0)])
+            small.accounting.record_events([hosts[host].pop(0)])
             hosts = {name: events for name, events in hosts.items() if events}
             if rng.random() < 0.3:
-                small.accounting.bookings.commit()
+                small.accounting.bookings.commit_all()
         small.close()
 
     run(body())

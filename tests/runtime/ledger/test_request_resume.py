@@ -22,9 +22,9 @@ def checkpoint(small: SmallRun, directory: Path) -> None:
 
 def resumed(directory: Path, *, generated: Collection[str] = (), requests: Collection[str] = ()) -> SmallRun:
     """Go on from a checkpoint that holds these samples, and records with the replies of these requests."""
-    ledger_file.restore(directory / "checkpoint", directory / "ledger.sqlite")
+    ledger_file.restore_ledger(directory / "checkpoint", directory / "ledger.sqlite")
     small = SmallRun(directory, resume=True)
-    small.accounting.kept(set(generated), set(), set(requests))
+    small.accounting.note_kept(set(generated), set(), set(requests))
     return small
 
 

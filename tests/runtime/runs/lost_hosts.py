@@ -110,4 +110,4 @@ def let_die(monkeypatch: pytest.MonkeyPatch, deaths: Mapping[str, Death]) -> Non
     """Let these hosts die in the runs of `run_graph`."""
     monkeypatch.setattr(MortalCluster, "deaths", deaths)
     monkeypatch.setattr(graph_run, "LocalCluster", MortalCluster)
-    monkeypatch.setattr(run_processes, "deaths", lambda: (Died,))
+    monkeypatch.setattr(run_processes, "death_errors", lambda: (Died,))

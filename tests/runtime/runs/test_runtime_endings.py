@@ -179,7 +179,7 @@ def test_the_cluster_is_given_back_before_the_books_are_proven(tmp_path: Path, m
 
     monkeypatch.setattr("flowrl.runtime.driver.ray_cluster.RayCluster", lambda: GivenBack(order))
     monkeypatch.setattr("flowrl.runtime.audit.audit.audit", lambda run_dir: order.append("proven"))
-    monkeypatch.setattr(Launch, "drive", driven)
+    monkeypatch.setattr(Launch, "drive_run", driven)
     loaded = load_file(PLAYED)
     config = loaded.config_type()
     options = RunOptions(steps=1, run_dir=tmp_path / "run", plain=True)

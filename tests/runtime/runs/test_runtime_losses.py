@@ -34,7 +34,7 @@ def require_whole(ran: GraphRun, *, lost: int = 1, redone: int = 0) -> None:
 def booked_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The requests that their askers have reported, and nobody else."""
     found: list[str] = []
-    again, request = RequestLedger.again, RequestLedger.request
+    again, request = RequestLedger.book_again, RequestLedger.book_request
 
     def spied(self: RequestLedger, request_id: str, *rest: Any) -> None:
         def booked(self: RequestLedger, request_id: str, *rest: Any) -> None:
@@ -42,10 +42,10 @@ def booked_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             request(self, request_id, *rest)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RequestLedger, "request", booked)
+            patch.setattr(RequestLedger, "book_request", booked)
             again(self, request_id, *rest)
 
-    monkeypatch.setattr(RequestLedger, "again", spied)
+    monkeypatch.setattr(RequestLedger, "book_again", spied)
     return found
 
 

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.telemetry.metrics import ALARMS, FIGURES, Alarms, AlarmThresholds, Metrics, read
+from flowrl.runtime.telemetry.metrics import ALARMS, FIGURES, Alarms, AlarmThresholds, Metrics, read_lines
 from flowrl.runtime.telemetry.statistics import Statistics
-from flowrl.runtime.telemetry.view import Board, PlainView, draw
+from flowrl.runtime.telemetry.view import Board, PlainView, draw_board
 from tests.runtime.telemetry.test_metrics import Recorder
 
 SHORT = AlarmThresholds(window=2)
@@ -34,7 +34,7 @@ GOOD = {
 
 def ringing(limits: AlarmThresholds, *records: dict[str, Any]) -> list[set[str]]:
     alarms = Alarms(limits)
-    return [set(alarms.look(record)) for record in records]
+    return [set(alarms.look_at_line(record)) for record in records]
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -68,8 +68,8 @@ def test_a_limit_of_zero_is_silence() -> None:
 
 def test_a_resumed_run_remembers_what_it_began_with() -> None:
     before = [{"entropy": 1.0}, {"entropy": 1.0}, {"entropy": 0.05}]
-    assert set(Alarms(SHORT, before).look({"entropy": 0.05})) == {"entropy_collapse"}
-    assert not Alarms(SHORT, before[2:]).look({"entropy": 0.05})
+    assert set(Alarms(SHORT, before).look_at_line({"entropy": 0.05})) == {"entropy_collapse"}
+    assert not Alarms(SHORT, before[2:]).look_at_line({"entropy": 0.05})
 
 
 @pytest.mark.parametrize("limits", [{"kl": -1}, {"entropy": float("nan")}, {"window": 0}])
@@ -81,10 +81,10 @@ def test_limits_are_numbers_from_zero_up(limits: dict[str, Any]) -> None:
 def test_lines_and_sinks_tell_of_alarms(tmp_path: Path) -> None:
     sink = Recorder()
     metrics = Metrics(tmp_path, Statistics(), roles={}, sinks=[sink], limits=AlarmThresholds(window=1))
-    metrics.line({"step": 1, **GOOD})
-    metrics.line({"step": 2, **BAD})
+    metrics.write_line({"step": 1, **GOOD})
+    metrics.write_line({"step": 2, **BAD})
     metrics.close()
-    first, second = read(tmp_path / "metrics.jsonl")
+    first, second = read_lines(tmp_path / "metrics.jsonl")
     assert first["alarms"] == {}
     assert set(second["alarms"]) == set(FIGURES)
     assert second["alarms"]["kl_drift"] == "kl is 0.9, above 0.5"
@@ -96,8 +96,8 @@ def test_the_live_view_shows_what_rings() -> None:
     line = {"step": 3, "time_s": 1.0, "reward_mean": 0.5, "alarms": {"kl_drift": "kl is 0.9, above 0.5"}}
     console = Console(width=100, file=io.StringIO(), record=True)
     board = Board("grpo")
-    board.add(line)
-    console.print(draw(board))
+    board.add_line(line)
+    console.print(draw_board(board))
     assert "kl_drift: kl is 0.9, above 0.5" in console.export_text()
 
 

@@ -116,10 +116,10 @@ def test_an_evaluation_of_a_whole_benchmark_is_booked_at_once(tmp_path: Path) ->
         client.pause(True)
         client.evaluation(rows)
         other.evaluation(rows[:3])
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         assert counted(tmp_path, "evaluations") == 3, "nothing of an evaluation without its last rows"
         client.pause(False)
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         assert counted(tmp_path, "evaluations") == 40_003
         assert len(client.numbers) > 10 and max(client.numbers) < MOST_VALUES / 2
         small.close()
@@ -132,7 +132,7 @@ def test_what_a_fast_node_leaves_in_the_trace_is_reported(tmp_path: Path, monkey
     from flowrl.wire.endpoint import Endpoint
 
     bodies: list[Mapping[str, Any]] = []
-    notify, drain = Endpoint.notify, TraceBuffer.drain
+    notify, drain = Endpoint.notify, TraceBuffer.drain_events
     many = [("item", "prompts/0", 0, f"send {n}", 1_000 + n, 1, 0) for n in range(60_000)]
 
     def listen(endpoint: Endpoint, host: str, kind: str, body: Any) -> None:
@@ -141,7 +141,7 @@ def test_what_a_fast_node_leaves_in_the_trace_is_reported(tmp_path: Path, monkey
         notify(endpoint, host, kind, body)
 
     monkeypatch.setattr(Endpoint, "notify", listen)
-    monkeypatch.setattr(TraceBuffer, "drain", lambda buffer: [*drain(buffer), *(many if not bodies else [])])
+    monkeypatch.setattr(TraceBuffer, "drain_events", lambda buffer: [*drain(buffer), *(many if not bodies else [])])
     run_graph(STAGES, tmp_path / "run", {"generate_s": 0.0, "train_s": 0.0}, steps=2, trace="full")
     assert sum(event[1] == "prompts/0" and event[3].startswith("send 5") for one in bodies for event in one["trace"])
     assert (tmp_path / "run" / "trace.json").read_text().count('"send 5') >= 11_111
@@ -150,16 +150,16 @@ def test_what_a_fast_node_leaves_in_the_trace_is_reported(tmp_path: Path, monkey
 def test_observations_are_summed_up_where_they_are_made() -> None:
     meters, statistics = Meters(), Statistics()
     for value in range(200_000):
-        meters.observe("open_turns", value)
-    for found in sent({"nodes": {"generator/0": meters.read()}}):
-        statistics.absorb(found, 1.0)
+        meters.add_observation("open_turns", value)
+    for found in sent({"nodes": {"generator/0": meters.read_totals()}}):
+        statistics.add_report(found, 1.0)
     line = statistics.since_line()
     assert (line["open_turns"], line["open_turns_max"]) == (99_999.5, 199_999)
-    assert meters.read()["observed"] == {}
+    assert meters.read_totals()["observed"] == {}
     for number in (np.uint8(200), np.float16(300.0)):
         for _ in range(300):
-            meters.observe("small", number)
-    assert meters.read()["observed"] == {"small": (600, 150_000.0, 300.0)}
+            meters.add_observation("small", number)
+    assert meters.read_totals()["observed"] == {"small": (600, 150_000.0, 300.0)}
 
 
 def test_an_unwritable_record_leaves_no_rows_behind(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_an_unwritable_record_leaves_no_rows_behind(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError):
             client.step({"step": 1, "loss": Unwritable()}, uses, policy=POLICY)
         client.step({"step": 1, "tokens_trained": 0, "staleness_max": None}, [], policy=POLICY)
-        small.accounting.bookings.commit()
+        small.accounting.bookings.commit_all()
         assert counted(tmp_path, "uses") == 0
         small.close()
 
@@ -190,7 +190,7 @@ class Unwritable:
 def test_kept_samples_are_sent_however_many_and_long(number: int, text: str) -> None:
     found: list[SampleRecord] = []
     notes = SampleNotes(lambda records: found.extend(*sent(records)), SampleShare.parse("all"), token_ids=True)
-    notes.decided([trainable(n, text=text) for n in range(number)])
+    notes.send_decided([trainable(n, text=text) for n in range(number)])
     assert len(found) == number and {one["response"] for one in found} == {text[:MOST_TEXT]}
 
 
@@ -211,7 +211,7 @@ def test_an_episode_may_be_longer_than_text_may_be(tmp_path: Path) -> None:
     line = json.dumps({"a": "x" * (12 << 20)})
     context.episode("g:0", line, failed=False)
     kept = KeptEpisodes(tmp_path, 4, told.append)
-    kept.add(**driver.bodies[0])
+    kept.add_attempt(**driver.bodies[0])
     kept.close()
     assert not told and (tmp_path / "episodes" / "recent.jsonl").read_text() == line + "\n"
 

@@ -22,9 +22,17 @@ from flowrl.graph.node import METRIC_NAMES
 from flowrl.runtime.driver.job import Job
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.telemetry import sinks
-from flowrl.runtime.telemetry.metrics import ALARMS, EVALUATIONS, METRICS, Metrics, flat, read, rewind
-from flowrl.runtime.telemetry.sinks import SampleTables, Tracking, Trackio, WandB, markdown, open_sinks
-from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
+from flowrl.runtime.telemetry.metrics import (
+    ALARMS,
+    EVALUATIONS,
+    METRICS,
+    Metrics,
+    flatten_numbers,
+    read_lines,
+    rewind_lines,
+)
+from flowrl.runtime.telemetry.sinks import SampleTables, Tracking, Trackio, WandB, format_markdown, open_sinks
+from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, find_bottleneck
 
 LANE = "generator/0.rollouts -> reward/0.rollouts"
 OTHER_LANE = "generator/0.rollouts -> reward/1.rollouts"
@@ -41,7 +49,7 @@ def lane(depth: int, blocked_s: float, sent: int = 10) -> dict[str, Any]:
 
 
 def report(statistics: Statistics, now_s: float, **nodes: Any) -> None:
-    statistics.absorb({"nodes": {name.replace("_", "/"): body for name, body in nodes.items()}}, now_s)
+    statistics.add_report({"nodes": {name.replace("_", "/"): body for name, body in nodes.items()}}, now_s)
 
 
 # Statistics
@@ -54,7 +62,7 @@ def test_counters_are_summed_over_replicas_since_the_last_line() -> None:
     line = statistics.since_line()
     assert (line["tokens_generated"], line["gen_busy_s"]) == (35, pytest.approx(1.2))
     assert statistics.since_line()["tokens_generated"] == 0
-    assert statistics.total("tokens_generated") == 35
+    assert statistics.counter_total("tokens_generated") == 35
 
 
 def test_a_replica_that_starts_again_counts_on() -> None:
@@ -86,7 +94,7 @@ def test_fractions_are_those_of_the_last_seconds() -> None:
 def test_an_edge_has_the_depth_of_all_lanes_and_the_blocking_of_the_worst() -> None:
     statistics = Statistics()
     for second in (0, 1, 2):
-        statistics.absorb({"lanes": {LANE: lane(3, 0.5 * second), OTHER_LANE: lane(4, 0.25 * second)}}, second)
+        statistics.add_report({"lanes": {LANE: lane(3, 0.5 * second), OTHER_LANE: lane(4, 0.25 * second)}}, second)
     assert statistics.edges() == [EdgeNow(EDGE, "generator", "reward", 7, 2, 0.5)]
 
 
@@ -95,23 +103,23 @@ def test_lanes_that_wait_together_are_blocked_once_and_replicas_add_up() -> None
     statistics = Statistics()
     for producer, blocked_s in (("generator/0", 1.0), ("generator/1", 0.5)):
         lanes = {f"{producer}.rollouts -> reward/{n}.rollouts": lane(1, blocked_s) for n in range(4)}
-        statistics.absorb({"lanes": lanes}, 1.0)
-        statistics.absorb({"lanes": lanes}, 2.0)  # a report holds totals: it adds nothing
+        statistics.add_report({"lanes": lanes}, 1.0)
+        statistics.add_report({"lanes": lanes}, 2.0)  # a report holds totals: it adds nothing
     assert statistics.since_line()["edges"] == {EDGE: {"depth": 8, "blocked_s": 1.5}}
 
 
 def test_a_lane_that_is_used_late_does_not_count_earlier_time_again() -> None:
     statistics = Statistics()
-    statistics.absorb({"lanes": {LANE: lane(1, 2.0), OTHER_LANE: lane(0, 2.0, sent=0)}}, 1.0)
+    statistics.add_report({"lanes": {LANE: lane(1, 2.0), OTHER_LANE: lane(0, 2.0, sent=0)}}, 1.0)
     statistics.since_line()
-    statistics.absorb({"lanes": {LANE: lane(1, 2.25), OTHER_LANE: lane(1, 2.25, sent=1)}}, 2.0)
+    statistics.add_report({"lanes": {LANE: lane(1, 2.25), OTHER_LANE: lane(1, 2.25, sent=1)}}, 2.0)
     assert statistics.since_line()["edges"] == {EDGE: {"depth": 2, "blocked_s": 0.25}}
 
 
 def test_the_receiving_end_of_a_lane_says_nothing_about_blocking() -> None:
     statistics = Statistics()
-    statistics.absorb({"lanes": {LANE: lane(3, 1.0)}}, 0.0)
-    statistics.absorb({"lanes": {LANE: lane(0, 0.0, sent=0)}}, 0.1)
+    statistics.add_report({"lanes": {LANE: lane(3, 1.0)}}, 0.0)
+    statistics.add_report({"lanes": {LANE: lane(0, 0.0, sent=0)}}, 0.1)
     assert statistics.since_line()["edges"] == {EDGE: {"depth": 3, "blocked_s": 1.0}}
 
 
@@ -133,7 +141,7 @@ def test_the_bottleneck_is_the_busiest_node_that_waits_for_nobody(
         EdgeNow(EDGE, "generator", "reward", 1, 1, blocked[0]),
         EdgeNow("reward.scored -> trainer.batches", "reward", "trainer", 1, 1, blocked[1]),
     ]
-    assert bottleneck(nodes, edges) == (slowest, why)
+    assert find_bottleneck(nodes, edges) == (slowest, why)
 
 
 # Lines
@@ -141,8 +149,8 @@ def test_the_bottleneck_is_the_busiest_node_that_waits_for_nobody(
 
 def test_a_line_has_every_name_and_null_where_nothing_was_reported(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, Statistics(), roles={})
-    metrics.line({"step": 1, "loss": 0.5, "kl": None, "entropy": math.nan})
-    (line,) = read(tmp_path / "metrics.jsonl")
+    metrics.write_line({"step": 1, "loss": 0.5, "kl": None, "entropy": math.nan})
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert list(line)[: len(METRIC_NAMES)] == list(METRIC_NAMES)
     assert line["edges"] == {}
     assert {name for name in METRIC_NAMES if line[name] is not None} == {"step", "loss", "time_s"}
@@ -152,7 +160,7 @@ def test_busy_time_stands_under_the_role_and_the_trainers_word_wins(tmp_path: Pa
     statistics = Statistics()
     metrics = Metrics(tmp_path, statistics, roles={"actor": "generator"})
     report(statistics, 1.0, actor_0=node(0.75, {"tokens_generated": 12, "loss": 9}))
-    line = metrics.line({"step": 1, "loss": 0.5})
+    line = metrics.write_line({"step": 1, "loss": 0.5})
     assert (line["generator_busy_s"], line["tokens_generated"], line["loss"]) == (0.75, 12, 0.5)
     assert "actor_busy_s" not in line
 
@@ -160,10 +168,10 @@ def test_busy_time_stands_under_the_role_and_the_trainers_word_wins(tmp_path: Pa
 def test_a_resumed_file_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "time_s": 10.0 * step}) + "\n" for step in (1, 2, 3)) + '{"st')
-    rewind(path, 2)
+    rewind_lines(path, 2)
     metrics = Metrics(tmp_path, Statistics(), roles={})
-    line = metrics.line({"step": 3})
-    assert [entry["step"] for entry in read(path)] == [1, 2, 3]
+    line = metrics.write_line({"step": 3})
+    assert [entry["step"] for entry in read_lines(path)] == [1, 2, 3]
     assert 20.0 <= line["time_s"] < 30.0
 
 
@@ -182,9 +190,9 @@ class Recorder:
 def test_sinks_get_the_numbers_of_the_same_record(tmp_path: Path) -> None:
     statistics, sink = Statistics(), Recorder()
     metrics = Metrics(tmp_path, statistics, roles={}, sinks=[sink])
-    statistics.absorb({"lanes": {LANE: lane(3, 0.5)}}, 0.0)
-    line = metrics.line({"step": 4, "loss": 0.5, "kl": None})
-    metrics.evaluation("during", 3, {"evaluation/score": 0.25})
+    statistics.add_report({"lanes": {LANE: lane(3, 0.5)}}, 0.0)
+    line = metrics.write_line({"step": 4, "loss": 0.5, "kl": None})
+    metrics.write_evaluation("during", 3, {"evaluation/score": 0.25})
     metrics.close()
     scalars = {
         "loss": 0.5,
@@ -203,9 +211,9 @@ def test_an_evaluation_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     records.metrics = Metrics(tmp_path, Statistics(), roles={})
     (tmp_path / EVALUATIONS).symlink_to("/dev/full")
     with pytest.raises(FlowrlError, match="cannot be written: No space left on device; make room there, then continue"):
-        records.evaluated("before", 0, {"score": 0.25})
+        records.write_evaluation("before", 0, {"score": 0.25})
     (tmp_path / EVALUATIONS).unlink()
-    records.evaluated("before", 0, {"score": 0.25})
+    records.write_evaluation("before", 0, {"score": 0.25})
     records.metrics.close()
     (line,) = (tmp_path / EVALUATIONS).read_text().splitlines()
     assert json.loads(line)["evaluation/score"] == 0.25
@@ -213,25 +221,25 @@ def test_an_evaluation_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
 
 def test_an_evaluation_is_a_line_of_a_file_of_its_own_and_rewinds(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, Statistics(), roles={})
-    metrics.evaluation("before", 0, {"evaluation/score": 0.25, "evaluation/pass_at_2": float("nan")})
-    metrics.line({"step": 1})
-    metrics.evaluation("during", 1, {"evaluation/score": 0.5})
-    metrics.evaluation("after", 2, {"evaluation/score": 0.75})
+    metrics.write_evaluation("before", 0, {"evaluation/score": 0.25, "evaluation/pass_at_2": float("nan")})
+    metrics.write_line({"step": 1})
+    metrics.write_evaluation("during", 1, {"evaluation/score": 0.5})
+    metrics.write_evaluation("after", 2, {"evaluation/score": 0.75})
     metrics.close()
     file = tmp_path / EVALUATIONS
-    lines = [{name: value for name, value in line.items() if name != "time_s"} for line in read(file)]
+    lines = [{name: value for name, value in line.items() if name != "time_s"} for line in read_lines(file)]
     assert lines == [
         {"step": 0, "phase": "before", "evaluation/score": 0.25, "evaluation/pass_at_2": None},
         {"step": 1, "phase": "during", "evaluation/score": 0.5},
         {"step": 2, "phase": "after", "evaluation/score": 0.75},
     ]
-    assert len(read(tmp_path / METRICS)) == 1
-    rewind(file, 1)
-    assert [line["phase"] for line in read(file)] == ["before", "during"]
+    assert len(read_lines(tmp_path / METRICS)) == 1
+    rewind_lines(file, 1)
+    assert [line["phase"] for line in read_lines(file)] == ["before", "during"]
 
 
 def test_only_numbers_are_scalars() -> None:
-    assert flat({"a": 1, "b": {"c": 2.5, "d": None}, "e": "text"}) == {"a": 1.0, "b/c": 2.5}
+    assert flatten_numbers({"a": 1, "b": {"c": 2.5, "d": None}, "e": "text"}) == {"a": 1.0, "b/c": 2.5}
 
 
 def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
@@ -240,7 +248,7 @@ def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
 
     metrics = Metrics(tmp_path, Statistics(), roles={}, sinks=open_sinks(["tensorboard"], tmp_path, {}))
     for step in (1, 2):
-        metrics.line({"step": step, "reward_mean": step / 4})
+        metrics.write_line({"step": step, "reward_mean": step / 4})
     metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
@@ -257,10 +265,10 @@ def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, Statistics(), roles={}, sinks=sinks, tables=tables)
     for step in (1, 2, 3):
         for member in range(3):
-            tables.add({"step": step, "prompt": "1|1\n<b>", "response": f"r{step}{member}", "state": "trained"})
-        metrics.line({"step": step})
-    tables.add({"step": 3, "prompt": "p", "response": "held", "state": "held_out", "reward": 0.5})
-    metrics.evaluation("during", 3, {"evaluation/score": 0.5})
+            tables.add_row({"step": step, "prompt": "1|1\n<b>", "response": f"r{step}{member}", "state": "trained"})
+        metrics.write_line({"step": step})
+    tables.add_row({"step": 3, "prompt": "p", "response": "held", "state": "held_out", "reward": 0.5})
+    metrics.write_evaluation("during", 3, {"evaluation/score": 0.5})
     metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
@@ -270,15 +278,15 @@ def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
     assert "1&#124;1<br>&lt;b>" in texts[0][1]
     (held_out,) = events.Tensors("held_out_samples/text_summary")
     assert b"| held | 0.5 |" in held_out.tensor_proto.string_val[0]
-    assert markdown([]).count("\n") == 1
+    assert format_markdown([]).count("\n") == 1
 
 
 def test_a_run_is_named_by_option_then_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    assert Tracking(project="mine").named("project", "WANDB_PROJECT") == "mine"
-    assert Tracking().named("project", "OTHER", "WANDB_PROJECT") == "theirs"
+    assert Tracking(project="mine").find_name("project", "WANDB_PROJECT") == "mine"
+    assert Tracking().find_name("project", "OTHER", "WANDB_PROJECT") == "theirs"
     monkeypatch.delenv("WANDB_PROJECT")
-    assert Tracking().named("project", "WANDB_PROJECT") is None
+    assert Tracking().find_name("project", "WANDB_PROJECT") is None
     with pytest.raises(ConfigError, match=r"--tracking\.samples-every is -1"):
         Tracking(samples_every=-1)
 
@@ -300,7 +308,7 @@ def test_a_new_run_continues_no_other_and_a_resumed_one_continues_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sink: type[WandB | Trackio]
 ) -> None:
     package = Tracker()
-    monkeypatch.setattr(sinks, "_import", lambda *names: package)
+    monkeypatch.setattr(sinks, "_import_module", lambda *names: package)
     first, other = tmp_path / "a" / "runs#1", tmp_path / "b" / "runs#1"
     for run_dir in (first, other, first):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -367,8 +375,8 @@ def test_trackio_keeps_a_run_in_its_database(tmp_path: Path, monkeypatch: pytest
     tables = SampleTables(Tracking(samples_every=1))
     metrics = Metrics(run_dir, Statistics(), roles={}, sinks=sinks, tables=tables)
     for step in (1, 2):
-        tables.add({"step": step, "prompt": "1+1=", "response": f"answer {step}", "state": "trained"})
-        metrics.line({"step": step, "reward_mean": step / 4})
+        tables.add_row({"step": step, "prompt": "1+1=", "response": f"answer {step}", "state": "trained"})
+        metrics.write_line({"step": step, "reward_mean": step / 4})
     metrics.close()
     (database,) = (tmp_path / "trackio").glob("*.db")
     with closing(sqlite3.connect(database)) as db:

@@ -39,7 +39,7 @@ def written(path: Path, *drained: list[Any]) -> list[dict[str, Any]]:
     """What a trace file holds after these events, which travel as the wire has them."""
     writer = TraceWriter(path)
     for events in drained:
-        writer.write(msgpack.unpackb(msgpack.packb(events)))
+        writer.write_events(msgpack.unpackb(msgpack.packb(events)))
     writer.close()
     return list(json.loads(path.read_text()))
 
@@ -50,26 +50,26 @@ def slices(events: list[dict[str, Any]]) -> list[tuple[str, str, int, int, int]]
 
 def test_an_item_is_a_slice_and_its_work_nests_in_it(tmp_path: Path) -> None:
     buffer = TraceBuffer()
-    buffer.item("generator/0", envelope(7), begins=True)
-    buffer.slice("generator/0", "generate", 1_002_000, 1_004_000)
-    buffer.item("generator/0", envelope(7), begins=False)
-    events = written(tmp_path / "trace.json", buffer.drain())
+    buffer.record_item("generator/0", envelope(7), begins=True)
+    buffer.record_slice("generator/0", "generate", 1_002_000, 1_004_000)
+    buffer.record_item("generator/0", envelope(7), begins=False)
+    events = written(tmp_path / "trace.json", buffer.drain_events())
     (work, item) = slices(events)
     assert work == ("generate", "work", 0, 1002, 1004)
     assert item == ("Prompt 7", "item", 0, 1000, 1001)
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {"generator/0"}
-    assert buffer.drain() == []
+    assert buffer.drain_events() == []
 
 
 def test_items_side_by_side_take_rows_of_their_own(tmp_path: Path) -> None:
     async def work(buffer: TraceBuffer, ticket: int, turns: int) -> None:
-        buffer.item("generator/0", envelope(ticket), begins=True)
+        buffer.record_item("generator/0", envelope(ticket), begins=True)
         for _ in range(turns):
             start = time.time_ns()
             await ticks()
-            buffer.slice("generator/0", f"part of {ticket}", start, time.time_ns())
-        buffer.item("generator/0", envelope(ticket), begins=False)
+            buffer.record_slice("generator/0", f"part of {ticket}", start, time.time_ns())
+        buffer.record_item("generator/0", envelope(ticket), begins=False)
 
     async def body(buffer: TraceBuffer) -> None:
         await asyncio.gather(*(work(buffer, ticket, 1 + ticket % 3) for ticket in range(6)))
@@ -77,7 +77,7 @@ def test_items_side_by_side_take_rows_of_their_own(tmp_path: Path) -> None:
 
     buffer = TraceBuffer()
     asyncio.run(body(buffer))
-    found = slices(written(tmp_path / "trace.json", buffer.drain()))
+    found = slices(written(tmp_path / "trace.json", buffer.drain_events()))
     assert {row for _, _, row, _, _ in found} == set(range(6))
     items = {name: (row, start, end) for name, cat, row, start, end in found if cat == "item"}
     parts = [(name, row, start, end) for name, cat, row, start, end in found if cat == "work"]
@@ -97,9 +97,9 @@ def test_items_side_by_side_take_rows_of_their_own(tmp_path: Path) -> None:
 def test_what_belongs_to_no_item_has_background_rows(tmp_path: Path) -> None:
     buffer = TraceBuffer()
     for start, end in ((1, 5), (2, 3), (5, 6)):
-        buffer.slice("generator/0", f"update {start}", start * 1_000, end * 1_000)
-    buffer.slice("generator/0", "credit", 1_000, 2_000, kind="wait")
-    found = slices(written(tmp_path / "trace.json", buffer.drain()))
+        buffer.record_slice("generator/0", f"update {start}", start * 1_000, end * 1_000)
+    buffer.record_slice("generator/0", "credit", 1_000, 2_000, kind="wait")
+    found = slices(written(tmp_path / "trace.json", buffer.drain_events()))
     assert [(name, cat, row - BACKGROUND_ROW) for name, cat, row, _, _ in found] == [
         ("update 1", "work", 0),
         ("update 2", "work", 1),
@@ -112,12 +112,12 @@ def test_an_arrow_leads_from_the_sender_to_the_receiver(tmp_path: Path) -> None:
     sender, receiver = TraceBuffer(), TraceBuffer()
     prompt = envelope(3)
     made = Envelope(message_id([prompt.id], "generator.rollouts", 0), 3, "g3", 0, prompt.body)
-    sender.item("generator/0", prompt, begins=True)
-    sender.sent("generator/0", made)
-    sender.item("generator/0", prompt, begins=False)
-    receiver.item("reward/0", made, begins=True)
-    receiver.item("reward/0", made, begins=False)
-    events = written(tmp_path / "trace.json", sender.drain(), receiver.drain())
+    sender.record_item("generator/0", prompt, begins=True)
+    sender.record_sent("generator/0", made)
+    sender.record_item("generator/0", prompt, begins=False)
+    receiver.record_item("reward/0", made, begins=True)
+    receiver.record_item("reward/0", made, begins=False)
+    events = written(tmp_path / "trace.json", sender.drain_events(), receiver.drain_events())
     (start,) = [e for e in events if e["ph"] == "s"]
     end = next(e for e in events if e["ph"] == "f" and e["id"] == start["id"])
     outer = {e["pid"]: e for e in events if e["ph"] == "X"}
@@ -130,8 +130,8 @@ def test_an_arrow_leads_from_the_sender_to_the_receiver(tmp_path: Path) -> None:
 
 def test_a_source_sends_from_a_slice_of_its_own(tmp_path: Path) -> None:
     buffer = TraceBuffer()
-    buffer.sent("prompts/0", envelope(0))
-    events = written(tmp_path / "trace.json", buffer.drain())
+    buffer.record_sent("prompts/0", envelope(0))
+    events = written(tmp_path / "trace.json", buffer.drain_events())
     assert [name for name, *_ in slices(events)] == ["send Prompt"]
     assert [e["ph"] for e in events if e["ph"] != "M"] == ["X", "s"]
 
@@ -139,16 +139,16 @@ def test_a_source_sends_from_a_slice_of_its_own(tmp_path: Path) -> None:
 def way(ticket: int, hosts: dict[str, TraceBuffer]) -> None:
     """A group's way: prompts -> generator -> reward, each in a host of its own."""
     message = envelope(ticket)
-    hosts["prompts"].sent("prompts/0", message)
+    hosts["prompts"].record_sent("prompts/0", message)
     for node in ("generator", "reward"):
-        hosts[node].item(f"{node}/0", message, begins=True)
-        hosts[node].slice(f"{node}/0", f"{node} {ticket}", time.time_ns(), time.time_ns())
+        hosts[node].record_item(f"{node}/0", message, begins=True)
+        hosts[node].record_slice(f"{node}/0", f"{node} {ticket}", time.time_ns(), time.time_ns())
         made = Envelope(message_id([message.id], node, 0), ticket, message.group_id, 0, message.body)
-        hosts[node].sent(f"{node}/0", made)
-        hosts[node].item(f"{node}/0", message, begins=False)
+        hosts[node].record_sent(f"{node}/0", made)
+        hosts[node].record_item(f"{node}/0", message, begins=False)
         message = made
-    hosts["batcher"].item("batcher/0", message, begins=True)
-    hosts["batcher"].item("batcher/0", message, begins=False)
+    hosts["batcher"].record_item("batcher/0", message, begins=True)
+    hosts["batcher"].record_item("batcher/0", message, begins=False)
 
 
 def test_a_long_run_stays_below_the_limit_with_whole_ways(tmp_path: Path) -> None:
@@ -161,14 +161,14 @@ def test_a_long_run_stays_below_the_limit_with_whole_ways(tmp_path: Path) -> Non
         way(ticket, hosts)
         if ticket % 20 == 0:
             for host in hosts.values():
-                writer.write(msgpack.unpackb(msgpack.packb(host.drain())))
+                writer.write_events(msgpack.unpackb(msgpack.packb(host.drain_events())))
             assert path.stat().st_size <= limit
             json.loads(path.read_bytes())
         if ticket % 170 == 0 and told:
             for number, host in enumerate(hosts.values()):
                 host.level = told[-1] if number % 2 else max(told[-1] - 1, 0)
     for host in hosts.values():
-        writer.write(host.drain())
+        writer.write_events(host.drain_events())
     writer.close()
     events = json.loads(path.read_bytes())
     assert told == list(range(1, writer.level + 1)) and writer.level >= 3
@@ -203,8 +203,8 @@ def test_what_belongs_to_no_group_thins_out_by_halves(tmp_path: Path) -> None:
     buffer = TraceBuffer()
     buffer.level = 3
     for start in range(64):
-        buffer.slice("trainer/0", f"wait {start}", start * 1000, start * 1000 + 1, kind="wait")
-    assert [name for name, *_ in slices(written(tmp_path / "trace.json", buffer.drain()))] == [
+        buffer.record_slice("trainer/0", f"wait {start}", start * 1000, start * 1000 + 1, kind="wait")
+    assert [name for name, *_ in slices(written(tmp_path / "trace.json", buffer.drain_events()))] == [
         f"wait {start}" for start in range(0, 64, 8)
     ]
 
@@ -214,8 +214,8 @@ def test_off_records_nothing() -> None:
     buffer.level = OFF
     for ticket in range(100):
         way(ticket, dict.fromkeys(("prompts", "generator", "reward", "batcher"), buffer))
-    buffer.slice("trainer/0", "step", 1, 2)
-    assert buffer.drain() == []
+    buffer.record_slice("trainer/0", "step", 1, 2)
+    assert buffer.drain_events() == []
 
 
 def test_a_limit_smaller_than_one_report_is_kept(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_limit_smaller_than_one_report_is_kept(tmp_path: Path) -> None:
         way(ticket, hosts)
     path = tmp_path / "trace.json"
     writer = TraceWriter(path, limit_bytes=20_000)
-    writer.write(hosts["prompts"].drain())
+    writer.write_events(hosts["prompts"].drain_events())
     assert path.stat().st_size <= 20_000
     assert len(slices(json.loads(path.read_bytes()))) > 10
     writer.close()
@@ -238,7 +238,7 @@ def test_a_resumed_run_goes_on_at_its_level(tmp_path: Path) -> None:
         level = writer.level
         for ticket in range(300):
             way(ticket, hosts)
-        writer.write(hosts["prompts"].drain())
+        writer.write_events(hosts["prompts"].drain_events())
         writer.close()
     assert 0 < level <= writer.level
     depths = [e["args"]["depth"] for e in json.loads(path.read_bytes()) if e["ph"] != "M"]
@@ -248,11 +248,11 @@ def test_a_resumed_run_goes_on_at_its_level(tmp_path: Path) -> None:
 def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     first, second = TraceBuffer(), TraceBuffer()
-    first.slice("trainer/0", "step", 1_000, 2_000)
-    second.slice("generator/0", "update", 3_000, 4_000)
-    second.slice("trainer/0", "step", 5_000, 6_000)
-    before = written(path, first.drain())
-    after = written(path, second.drain())
+    first.record_slice("trainer/0", "step", 1_000, 2_000)
+    second.record_slice("generator/0", "update", 3_000, 4_000)
+    second.record_slice("trainer/0", "step", 5_000, 6_000)
+    before = written(path, first.drain_events())
+    after = written(path, second.drain_events())
     assert after[: len(before)] == before
     pids = {e["args"]["name"]: e["pid"] for e in after if e["name"] == "process_name"}
     assert {e["pid"] for e in after if e["name"] == "step"} == {pids["trainer/0"]}
@@ -263,9 +263,9 @@ def test_a_killed_run_leaves_a_file_that_can_be_continued(tmp_path: Path, lost_b
     path = tmp_path / "trace.json"
     buffer = TraceBuffer()
     for start in range(4):
-        buffer.slice("trainer/0", f"step {start}", start * 1_000, start * 1_000 + 500)
+        buffer.record_slice("trainer/0", f"step {start}", start * 1_000, start * 1_000 + 500)
     writer = TraceWriter(path)
-    writer.write(buffer.drain())
+    writer.write_events(buffer.drain_events())
     text = path.read_bytes()
     assert len(slices(json.loads(text))) == 4, "whole before it is closed"
     writer.close()
@@ -278,8 +278,8 @@ def test_a_killed_run_leaves_a_file_that_can_be_continued(tmp_path: Path, lost_b
 def test_a_run_killed_while_it_thins_keeps_the_file_before(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     buffer = TraceBuffer()
-    buffer.slice("trainer/0", "step", 1_000, 2_000)
-    written(path, buffer.drain())
+    buffer.record_slice("trainer/0", "step", 1_000, 2_000)
+    written(path, buffer.drain_events())
     (tmp_path / ".trace.json.tmp").write_bytes(b"[\n half of")
     assert [name for name, *_ in slices(written(path))] == ["step"]
     assert not (tmp_path / ".trace.json.tmp").exists()

@@ -13,7 +13,17 @@ from rich.console import Console
 
 from flowrl.runtime.telemetry import view as view_module
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics
-from flowrl.runtime.telemetry.view import BARS, Board, LiveView, PlainView, bar, clock, draw, open_view, sparkline
+from flowrl.runtime.telemetry.view import (
+    BARS,
+    Board,
+    LiveView,
+    PlainView,
+    draw_bar,
+    draw_board,
+    draw_sparkline,
+    format_clock,
+    open_view,
+)
 
 EDGE = "generator.rollouts -> trainer.batches"
 
@@ -51,7 +61,7 @@ def busy_board() -> Board:
         generated_per_s=1234.5,
     )
     for step in range(1, 11):
-        board.add(record(step))
+        board.add_line(record(step))
     return board
 
 
@@ -64,7 +74,7 @@ def test_the_newest_sample_is_shown_without_what_moves_the_cursor() -> None:
 
 def screen(board: Board, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(draw(board))
+    console.print(draw_board(board))
     return console.export_text()
 
 
@@ -101,7 +111,7 @@ def test_a_running_graph_shows_figures_nodes_and_edges(width: int) -> None:
 
 def test_a_graph_without_rewards_steps_or_bound_is_shown_too() -> None:
     board = Board("sft")
-    board.add({"step": 3, "time_s": 9.0, "loss": 2.5})
+    board.add_line({"step": 3, "time_s": 9.0, "loss": 2.5})
     text = screen(board)
     assert row(text, "step") == "3   0:00"
     assert row(text, "reward") == "none yet"
@@ -115,16 +125,16 @@ def test_a_long_run_keeps_few_lines_and_shows_all_of_its_rewards() -> None:
     tracemalloc.start()
     try:
         for step in range(1, 20_001):
-            board.add(record(step, reward_mean=step / 20_000) | figures)
+            board.add_line(record(step, reward_mean=step / 20_000) | figures)
             if not step % 10:
-                board.evaluated("", ("during", step, answered(step / 20_000)))
+                board.add_evaluation("", ("during", step, answered(step / 20_000)))
             if step in (10_000, 20_000):
                 kept.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
     assert kept[1] - kept[0] < 16 * 10_000, f"{kept} bytes after 10,000 and 20,000 steps"
     text = screen(board)
-    assert row(text, "reward") == f"1.000  {sparkline(range(20_000), 32)}  0.000 to 1.000"
+    assert row(text, "reward") == f"1.000  {draw_sparkline(range(20_000), 32)}  0.000 to 1.000"
     assert row(text, "step") == "20000 of 50000   0:00   16:40:00 left"
     scores = " → ".join(f"{step / 20_000:.3f} at step {step}" for step in (10, 19_980, 19_990, 20_000))
     assert row(text, "held-out").startswith(scores[:60])
@@ -137,27 +147,27 @@ def test_the_last_warning_stays_in_sight() -> None:
 
 
 def test_a_sparkline_has_one_character_a_value_or_one_a_mean() -> None:
-    assert sparkline([1.0, 2.0, 3.0], 10) == "▁▅█"
-    assert sparkline([0.5, 0.5], 10) == "▁▁"
+    assert draw_sparkline([1.0, 2.0, 3.0], 10) == "▁▅█"
+    assert draw_sparkline([0.5, 0.5], 10) == "▁▁"
     wave = [math.sin(i / 10) for i in range(1000)]
-    assert len(sparkline(wave, 32)) == 32
-    assert sparkline([float(i) for i in range(800)], 8) == BARS
+    assert len(draw_sparkline(wave, 32)) == 32
+    assert draw_sparkline([float(i) for i in range(800)], 8) == BARS
 
 
 @pytest.mark.parametrize(("fraction", "full"), [(-1.0, 0), (0.0, 0), (0.5, 10), (1.0, 20), (3.0, 20)])
 def test_a_bar_stays_within_its_width(fraction: float, full: int) -> None:
-    assert bar(fraction).plain == "█" * full + "░" * (20 - full)
+    assert draw_bar(fraction).plain == "█" * full + "░" * (20 - full)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3725, "1:02:05")])
 def test_a_clock_has_hours_only_when_needed(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
+    assert format_clock(seconds) == text
 
 
 def report(busy_s: float) -> Statistics:
     statistics = Statistics()
     for now_s, busy in ((0.0, 0.0), (1.0, busy_s)):
-        statistics.absorb({"nodes": {"trainer/0": {"busy_s": busy, "counters": {}, "observed": {}}}}, now_s)
+        statistics.add_report({"nodes": {"trainer/0": {"busy_s": busy, "counters": {}, "observed": {}}}}, now_s)
     return statistics
 
 
@@ -167,13 +177,13 @@ def test_figures_of_now_are_of_the_replicas_that_are_left() -> None:
     def absorb(replica: int, now_s: float) -> None:
         meters = {"busy_s": 0.8 * now_s, "counters": {"tokens_generated": 100.0 * now_s}, "observed": {}}
         sent = {lanes[1]: {"sent": 3, "depth": 2, "blocked_s": 0.0}}
-        statistics.absorb({"nodes": {f"generator/{replica}": meters}, "lanes": sent}, now_s)
+        statistics.add_report({"nodes": {f"generator/{replica}": meters}, "lanes": sent}, now_s)
 
     for now_s in range(10):
         absorb(0, now_s)
         absorb(1, now_s)
     assert statistics.counter_rate("tokens_generated") == pytest.approx(200.0)
-    statistics.lost("generator/1", "generators_lost", 10.0)
+    statistics.note_lost("generator/1", "generators_lost", 10.0)
     for now_s in range(10, 20):
         absorb(0, now_s)
     assert statistics.counter_rate("tokens_generated") == pytest.approx(100.0)
@@ -227,9 +237,9 @@ def test_what_a_trainer_judges_of_held_out_rows_has_a_line() -> None:
 
 def test_the_board_shows_what_a_trainer_judged_first_and_last() -> None:
     board = Board("reward_model")
-    board.add(record(1, **{"held_out_before/preference_accuracy": 0.5}))
+    board.add_line(record(1, **{"held_out_before/preference_accuracy": 0.5}))
     for step in range(1, 9):
-        board.add(record(step, **{"held_out/preference_accuracy": 0.5 + step / 100}))
+        board.add_line(record(step, **{"held_out/preference_accuracy": 0.5 + step / 100}))
     first, *last = board.judged["preference_accuracy"]
     assert first == ("before training", 0.5) and [when for when, _ in last] == ["at step 6", "at step 7", "at step 8"]
     assert row(screen(board), "held-out").startswith("preference_accuracy 0.5 before training → 0.56 at step 6")
