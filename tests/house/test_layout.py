@@ -233,7 +233,7 @@ BROAD_EXCEPTS = {
     "runtime/driver/driver.py: Driver.run",
     "runtime/process/actor.py: ProcessActor._run_loop",
     "runtime/process/context.py: _call_in_thread",
-    "runtime/process/engine.py: attributed",
+    "runtime/process/engine.py: attribute_failures",
     "runtime/process/engine.py: ProcessEngine._run_named",
     "runtime/process/replica.py: Replica._run_body",
     "runtime/ledger/ledger_file.py: open_to_read",
