@@ -101,7 +101,7 @@ def add_samples(run_dir: Path, begin: int, end: int) -> None:
             sums[table] = Sum(old.num_rows + added.num_rows, (old.row_hashes + added.row_hashes) % chain.MODULUS)
         sums["steps"] = Sum.of(db.execute("SELECT * FROM steps"))
         contents = [sums[table].as_row(table) for table in sorted(sums)]
-        commit = Commit.after(newest, time.time(), chain.digest_of(contents))
+        commit = Commit.after(newest, time.time(), chain.hash_content(contents))
         db.executemany("INSERT OR REPLACE INTO contents VALUES (?, ?, ?)", contents)
         db.execute("INSERT INTO commits VALUES (?, ?, ?, ?)", astuple(commit))
         db.execute("COMMIT")

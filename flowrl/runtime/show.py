@@ -190,14 +190,9 @@ def _block_lines(block: Block) -> Iterator[Text]:
     text = Text()
     for number, (piece, version) in enumerate(block.pieces):
         text.append(f"⟨v{version}⟩" if number else "", style="dim")
-        text.append(escape_controls(piece), style=version_colour(version) if block.sampled else "")
+        text.append(escape_controls(piece), style=COLOURS[version % len(COLOURS)] if block.sampled else "")
     mark = "> " if block.sampled else "| "
     return (Text.assemble((mark, "dim"), line) for line in text.split("\n", allow_blank=True))
-
-
-def version_colour(version: int) -> str:
-    """Neighbouring versions have different colours."""
-    return COLOURS[version % len(COLOURS)]
 
 
 AT_ONCE = 500
@@ -291,19 +286,18 @@ def _list_episodes(run_dir: Path) -> Iterator[Text]:
             "--keep-episodes 0; flowrl samples RUN shows samples of any kind, and flowrl show RUN SAMPLE one of them"
         )
     newest = sorted(attempts.items(), key=lambda item: float(item[1][-1]["ended_s"]), reverse=True)
-    rows = [_episode_row(sample_id, mine, states.get(sample_id, "not in the ledger")) for sample_id, mine in newest]
+    rows = []
+    for sample_id, mine in newest:
+        last = mine[-1]
+        reward = "" if last["reward"] is None else f"{last['reward']:g}"
+        causes = dict.fromkeys(record["cause"] for record in mine if record["cause"])
+        ends = ", ".join([*causes, *([last["cut"]] if last["cut"] else [])])
+        state = states.get(sample_id, "not in the ledger")
+        rows.append((escape_controls(sample_id), state, str(last["attempt"] + 1), str(last["turns"]), reward, ends))
     widths = [max(len(row[column]) for row in (HEADS, *rows)) for column in range(len(HEADS))]
     yield Text(_align_cells(HEADS, widths), style="bold")
     for row in rows:
         yield Text(_align_cells(row, widths), style="red" if "failed" in row[1] else "")
-
-
-def _episode_row(sample_id: str, records: Sequence[EpisodeRow], state: str) -> tuple[str, ...]:
-    last = records[-1]
-    reward = "" if last["reward"] is None else f"{last['reward']:g}"
-    causes = dict.fromkeys(record["cause"] for record in records if record["cause"])
-    ends = ", ".join([*causes, *([last["cut"]] if last["cut"] else [])])
-    return escape_controls(sample_id), state, str(last["attempt"] + 1), str(last["turns"]), reward, ends
 
 
 def _align_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -347,19 +341,15 @@ def _ledger_lines(booked: BookedSample) -> Iterator[str]:
         f"tokens     {sample['prompt_tokens']} of the prompt, {sample['response_tokens']} sampled, "
         f"{sample['trained_tokens']} trained, {sample['stale_tokens']} too old, {sample['redone_tokens']} redone"
     )
-    yield f"staleness  {_describe_staleness(sample)}"
+    if sample["oldest_version"] is None:
+        yield f"staleness  admitted at version {sample['born_version']}, nothing sampled"
+    else:
+        trained_on, oldest = sample["trained_version"], sample["oldest_trained_version"]
+        is_trained = trained_on is not None and oldest is not None
+        use = f"trained on version {trained_on}: at most {trained_on - oldest} old" if is_trained else "not trained"
+        yield f"staleness  sampled by versions {sample['oldest_version']} to {sample['newest_version']}, {use}"
     if (episode := booked.episode) is not None:
         cut = f", cut off by {episode['truncated']}" if episode["truncated"] else ""
         yield f"episode    {episode['attempts']} attempts, {episode['turns']} turns{cut}, {episode['seconds']:.1f} s"
     for void in booked.void:
         yield f"void       attempt {void['attempt']}: {void['cause']} (incarnation {void['incarnation']})"
-
-
-def _describe_staleness(sample: Mapping[str, Any]) -> str:
-    if sample["oldest_version"] is None:
-        return f"admitted at version {sample['born_version']}, nothing sampled"
-    sampled = f"sampled by versions {sample['oldest_version']} to {sample['newest_version']}"
-    if sample["trained_version"] is None or sample["oldest_trained_version"] is None:
-        return f"{sampled}, not trained"
-    age = sample["trained_version"] - sample["oldest_trained_version"]
-    return f"{sampled}, trained on version {sample['trained_version']}: at most {age} old"

@@ -36,8 +36,8 @@ class LocalCluster:
         return None
 
     def spawn(self, actor_class: type, index: int, slot: Any, spec: ProcessSpec) -> LocalHost:
-        self.actors[slot.host] = LocalHost(spec, slot.gpus)
-        return self.actors[slot.host]
+        self.actors[slot.process] = LocalHost(spec, slot.gpus)
+        return self.actors[slot.process]
 
     def kill(self, host: str) -> None:
         """A host has no process; `stop` has cancelled its tasks."""
@@ -51,7 +51,7 @@ class LocalHost:
 
     def __init__(self, spec: ProcessSpec, num_gpus: int) -> None:
         engine = self.engine = ProcessEngine(spec)
-        self._gpus = [f"{spec.host}/{index}" for index in range(num_gpus)]
+        self._gpus = [f"{spec.process}/{index}" for index in range(num_gpus)]
         """Names of the GPUs that Ray would reserve."""
         self.open = LocalMethod(self._opened)
         self.wire = LocalMethod(lambda addresses, gangs, devices: engine.guarded(engine.wire(addresses, gangs)))

@@ -161,7 +161,7 @@ class RigOrders(Orders):
     """The driver's requests to the one host of a rig."""
 
     async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
-        return [await self.ask(host, kind, body(host)) for host in self.hosts]
+        return [await self.ask(host, kind, body(host)) for host in self.processes]
 
 
 class NoAccounting:

@@ -193,7 +193,7 @@ class _End:
     def left_open(self) -> dict[str, str]:
         """What the hosts still have in hand after an orderly end, by node replica."""
         found = {}
-        for actor in self._driver.hosts._cluster.actors.values():  # type: ignore[attr-defined]
+        for actor in self._driver.processes._cluster.actors.values():  # type: ignore[attr-defined]
             for replica_id, replica in actor.engine.replicas.items():
                 if text := _left_open(replica):
                     found[replica_id] = text

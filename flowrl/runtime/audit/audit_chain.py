@@ -36,7 +36,7 @@ def check_chain(db: sqlite3.Connection, found: Mapping[str, Sum]) -> Iterator[Vi
     contents = chain.read_contents(db)
     if before is None:
         yield Violation("chain", f"the ledger has no commit: its rows were removed {BY_OTHERS}")
-    elif chain.digest_of(contents) != before.digest:
+    elif chain.hash_content(contents) != before.digest:
         yield Violation("chain", f"the table `contents` does not match commit {before.number}: changed {BY_OTHERS}")
     recorded = {name: (num_rows, row_hashes) for name, num_rows, row_hashes in contents}
     for table in TABLES:

@@ -68,7 +68,7 @@ class Driver:
     ) -> None:
         self.job = job
         self.view = view
-        self.hosts = RunProcesses(cluster, endpoint, self.fail)
+        self.processes = RunProcesses(cluster, endpoint, self.fail)
         self.tickets = job.make_tickets()
         self._state = state = RunState(job.start_version)
         self._endpoint = endpoint
@@ -79,8 +79,8 @@ class Driver:
         self._overdue = False
         self._locks = locks = Locks()
         self.records = records = RunRecords(job, self.tickets, state, view, config, self._send_trace_level)
-        self.lookout = lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning, view.progress)
-        self.orders = orders = Orders(endpoint, job.plan, self.hosts, view.warning, lost=self.hosts.lost)
+        self.lookout = lookout = Lookout(self.processes, endpoint, Topology.of(job.plan), view.warning, view.progress)
+        self.orders = orders = Orders(endpoint, job.plan, self.processes, view.warning, lost=self.processes.lost)
         lend = functools.partial(lend_to_trainers, locks, orders)
         self.checkpoints = RunCheckpoints(job, orders, lend, lookout, records, state, view, self.fail)
         self.phases = Phases(
@@ -95,7 +95,7 @@ class Driver:
             resumed=job.resume_from is not None,
             unless_cancelled=self.unless_cancelled,
         )
-        self.hosts.may_lose, self.hosts.on_lost = self.may_lose_process, self.drop_lost_process
+        self.processes.may_lose, self.processes.on_lost = self.may_lose_process, self.drop_lost_process
 
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; processes and records are closed in any case."""
@@ -103,17 +103,17 @@ class Driver:
             evaluations = await self._run_phases()
         except BaseException as error:  # the processes and the records are closed after any failure
             if isinstance(error, asyncio.CancelledError) or self._overdue:
-                await self.hosts.stop(within_s=STOP_AT_ONCE_S)
+                await self.processes.stop(within_s=STOP_AT_ONCE_S)
             else:
                 await self._stop_processes()
             with suppress(FlowrlError):  # only the cause of the run's end is reported
                 self.records.close(orderly=False)
-            if isinstance(error, LaneFailed) and self.hosts.death is not None:
-                raise self.hosts.death from None
+            if isinstance(error, LaneFailed) and self.processes.death is not None:
+                raise self.processes.death from None
             raise
         await self._stop_processes()
         self.records.close(orderly=True)
-        if metric := self.records.unseen_metric:
+        if metric := self.records.early_stop.unseen:
             self.view.warning(f"--stop.metric {metric} had no value in this run; names are those of metrics.jsonl")
         state = self._state
         if state.interrupted:
@@ -122,7 +122,7 @@ class Driver:
 
     async def _stop_processes(self) -> None:
         """Stop the processes. Failures of nodes to close do not change how the run ended; they become warnings."""
-        for failed in await self.hosts.stop():
+        for failed in await self.processes.stop():
             self.view.warning(f"when the run was closed, {failed}")
 
     async def _run_phases(self) -> Evaluations:
@@ -241,12 +241,12 @@ class Driver:
         ):
             self._endpoint.on(kind, handler)
         self.view.progress("driver", f"starting {len(self.job.slots)} processes")
-        await self.hosts.start(self.job.slots, self.job.specs)
+        await self.processes.start(self.job.slots, self.job.specs)
         self._send_trace_level(trace.OFF if self.records.trace is None else self.records.trace.level)
 
     async def _run_nodes(self) -> Evaluations:
         with self.lookout.note_work("the set-up of the nodes"):
-            await self.hosts.ask_processes("setup")
+            await self.processes.ask_processes("setup")
 
             # All processes are set up: open the run's files, rewound to the checkpoint if the run resumes.
             messages = await self.checkpoints.put_back()
@@ -258,7 +258,7 @@ class Driver:
             if (source := self.job.resume_from) is not None:
                 self.view.progress("driver", f"resumed from {source.name}: {len(messages)} messages in flight")
         await self.phases.hold_resumed()
-        running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
+        running = {process: asyncio.create_task(self.processes.ask_one(process, "run")) for process in self.processes}
         self._state.running = True
         try:
             evaluations: Evaluations = await first_failure(self.phases.run(running), *running.values())
@@ -272,8 +272,8 @@ class Driver:
         self._notify_all("trace level", level)
 
     def _notify_all(self, kind: str, body: Any) -> None:
-        for host in self.hosts:
-            self._endpoint.notify(host, kind, body)
+        for process in self.processes:
+            self._endpoint.notify(process, kind, body)
 
     # The run continues without a process
 
@@ -281,7 +281,9 @@ class Driver:
         """Whether the run continues if the process `host` ends now."""
         plan = self.job.plan
         one = next(one for one in plan.hosts if one.name == host)
-        return self._state.running and may_end(one, ended=self.hosts.lost, hosts=plan.hosts, stand_ins=plan.stand_ins)
+        return self._state.running and may_end(
+            one, ended=self.processes.lost, hosts=plan.hosts, stand_ins=plan.stand_ins
+        )
 
     def drop_lost_process(self, host: str, reason: str) -> None:
         """The process `host` has ended, and the run continues: nothing waits for it any more, and the others know."""

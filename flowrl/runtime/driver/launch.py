@@ -356,7 +356,7 @@ class Launch:
             )
             places.append(place)
         return ProcessSpec(
-            host=host.name,
+            process=host.name,
             run_id=run_id,
             driver_pid=os.getpid(),
             graph_file=str(self.graph_file.resolve()),

@@ -207,13 +207,13 @@ class Lookout:
 
     def __init__(
         self,
-        hosts: RunProcesses,
+        processes: RunProcesses,
         endpoint: Endpoint,
         topology: Topology,
         warn: Callable[[str], None],
         progress: Callable[[str, str], None],
     ) -> None:
-        self._hosts = hosts
+        self._processes = processes
         self._endpoint = endpoint
         self._topology = topology
         self._warn = warn
@@ -226,7 +226,7 @@ class Lookout:
         """The accounting; None until it is opened."""
         self._blocking: set[str] = set()
         """Lines of code already reported as blocking an event loop."""
-        self._report_host_at_s: dict[str, float] = {}
+        self._report_silence_at_s: dict[str, float] = {}
         """Silent process -> length of silence, in seconds, at which the next warning is due."""
         endpoint.on("ping", self._answer_ping)
         endpoint.on("progress", self._note_progress)
@@ -263,15 +263,15 @@ class Lookout:
                 self._blocking.add(where)
                 self._warn(f"{report['replica_id']}: its event loop is blocked at {where}")
 
-        silent = self._hosts.find_silent()
-        for host in [host for host in self._report_host_at_s if host not in silent]:
-            del self._report_host_at_s[host]
-            if host not in self._hosts.lost:
+        silent = self._processes.find_silent()
+        for host in [host for host in self._report_silence_at_s if host not in silent]:
+            del self._report_silence_at_s[host]
+            if host not in self._processes.lost:
                 self._warn(f"host {host!r} answers again")
         for host, for_s in silent.items():
-            if for_s >= self._report_host_at_s.get(host, REPORT_AFTER_S):
-                self._report_host_at_s[host] = 2 * for_s
-                nodes = ", ".join(self._hosts.replica_ids(host))
+            if for_s >= self._report_silence_at_s.get(host, REPORT_AFTER_S):
+                self._report_silence_at_s[host] = 2 * for_s
+                nodes = ", ".join(self._processes.replica_ids(host))
                 self._warn(f"host {host!r} ({nodes}) has not answered for {for_s:.0f} s: {SILENT}")
 
         if self._find_stuck(reports) and (proof := await self._prove_deadlock()):
@@ -305,12 +305,12 @@ class Lookout:
             return ""
 
         # Everything in transit between any two processes has to arrive.
-        hosts = list(self._hosts)
-        body = {"peers": [*hosts, self._endpoint.host]}
+        others = list(self._processes)
+        body = {"peers": [*others, self._endpoint.host]}
         try:
             async with asyncio.timeout(FLUSHED_WITHIN_S):
                 for _ in range(FLUSHES):
-                    await asyncio.gather(*(self._endpoint.request(host, "flush", body) for host in hosts))
+                    await asyncio.gather(*(self._endpoint.request(other, "flush", body) for other in others))
         except (TimeoutError, LaneFailed):  # `RunProcesses` reports the death of a process
             return ""
 
@@ -324,9 +324,9 @@ class Lookout:
 
     async def _ask_for_reports(self) -> list[ReplicaReport]:
         """The reports of all replicas. Replicas in a silent process count as alive."""
-        answered, silent = await self._hosts.ask_for_waits()
+        answered, silent = await self._processes.ask_for_waits()
         reports: list[ReplicaReport] = [*answered]
-        unknown = [(replica_id, host) for host in silent for replica_id in self._hosts.replica_ids(host)]
+        unknown = [(replica_id, host) for host in silent for replica_id in self._processes.replica_ids(host)]
         for replica_id, host in unknown:
             text = f"its process, host {host!r}, has not answered for {silent[host]:.0f} s: {SILENT}"
             reports.append({"replica_id": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False})

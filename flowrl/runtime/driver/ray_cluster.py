@@ -179,7 +179,11 @@ class RayCluster:
 
         here = ray.get_runtime_context().get_node_id()
         nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
-        self._places = tuple(_own_resource(node) for node in nodes)
+        own = []
+        for node in nodes:  # the name does not always contain `NodeManagerAddress`
+            found = (name for name in node["Resources"] if name.startswith("node:") and not name.startswith("node:__"))
+            own.append(next(found, f"node:{node['NodeManagerAddress']}"))
+        self._places = tuple(own)
         names = ("NodeManagerAddress", "NodeManagerHostname")
         self.addresses = tuple(dict.fromkeys(node[name] for node in nodes for name in names))
         return Cluster(
@@ -245,8 +249,8 @@ class RayCluster:
             runtime_env={"env_vars": process_environment(slot, alone=self._alone, start_s=self.limit_s)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index),
         )
-        self._actors[slot.host] = remote.remote(*args)
-        return self._actors[slot.host]
+        self._actors[slot.process] = remote.remote(*args)
+        return self._actors[slot.process]
 
     def head(self) -> tuple[str, int] | None:
         """Address of the head of a joined cluster; None for flowrl's own Ray, whose processes are known."""
@@ -313,12 +317,6 @@ class RayCluster:
         ray.shutdown()
         if self._guard is not None:
             self._guard.dismiss()
-
-
-def _own_resource(node: Mapping[str, Any]) -> str:
-    """The resource that Ray gives only to this machine. Its name does not always contain `NodeManagerAddress`."""
-    own = (name for name in node["Resources"] if name.startswith("node:") and not name.startswith("node:__"))
-    return next(own, f"node:{node['NodeManagerAddress']}")
 
 
 def check_address(address: str) -> None:

@@ -48,7 +48,7 @@ MALLOC_TUNABLES = {
 class ProcessSlot:
     """The resources that Ray reserves for one process on its machine; `environment` derives its variables from them."""
 
-    host: str
+    process: str
     cpus: float
     gpus: int
     """Whole devices that Ray reserves; the process sees those of its plan, see `process_slots`."""
@@ -108,7 +108,7 @@ def process_environment(slot: ProcessSlot, *, alone: bool = False, start_s: floa
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `process_slots`
         "PYTHONUNBUFFERED": "1",
-        HOST_VARIABLE: slot.host,
+        HOST_VARIABLE: slot.process,
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_s)),
         MEETING_VARIABLE: str(math.ceil(start_s)),
         **(LOOPBACK if alone else {}),

@@ -138,7 +138,7 @@ class Snapshotter:
                 ledger.write(directory)
                 snapshots.write_state(directory, snapshot, {**facts, "versions": versions})
 
-            await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.hosts))
+            await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.processes))
             await to_its_end(write)
             if unchanged_in is None or not await to_its_end(partial(checkpoint.link_files, unchanged_in, directory)):
                 await self._write_node_files(directory, halted=True)
@@ -156,7 +156,7 @@ class Snapshotter:
         # snapshot contains nothing of such requests, so the wait for them is limited to ASKED_FOR rounds.
         before: list[list[int]] = []
         for number in itertools.count():
-            moved = await orders.ask_all("quiesce", lambda host: {"peers": list(orders.hosts)})
+            moved = await orders.ask_all("quiesce", lambda host: {"peers": list(orders.processes)})
             if moved == before or (number >= ASKED_FOR and [m for m, _ in moved] == [m for m, _ in before]):
                 break
             before = moved
@@ -188,7 +188,7 @@ class Snapshotter:
     async def put_back(self, state: Mapping[str, Any]) -> None:
         """Send the states and messages of a checkpoint (`read_state`) to the processes, before their nodes run."""
         orders = self._orders
-        messages: dict[str, list[snapshots.SavedMessage]] = {host: [] for host in orders.hosts}
+        messages: dict[str, list[snapshots.SavedMessage]] = {host: [] for host in orders.processes}
         for producer, edge, consumer, envelope in state["messages"]:
             name, replica = producer.split("/")
             index = int(replica) % len(orders.replicas(name))
@@ -367,7 +367,7 @@ class RunCheckpoints:
     async def at_batch_end(self, version: int, *, best: Best | None = None) -> None:
         """Write a checkpoint while the trainers wait at the end of the batch that made `version`."""
         accounting = self._records.accounting
-        accounting.pause_admission("checkpoint")
+        accounting.tickets.pause("checkpoint")
         try:
             async with halt_gangs(self._orders, self._own_clocks):
                 await self.write_checkpoint(version, best=best)

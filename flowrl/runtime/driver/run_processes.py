@@ -47,25 +47,21 @@ async def watch_address(address: tuple[str, int], *, patience_s: float) -> None:
             await asyncio.sleep(RETRY_S)
             continue
         start_s = loop.time()
-        await _until_it_breaks(reader, writer)
+        (keep, on), *details = PROBES
+        link: socket.socket = writer.get_extra_info("socket")
+        link.setsockopt(socket.SOL_SOCKET, keep, on)
+        for option, value in details:
+            link.setsockopt(socket.IPPROTO_TCP, option, value)
+        try:
+            while await reader.read(4096):  # discard what the server sends
+                pass
+        except OSError:
+            pass
+        finally:
+            writer.close()
         last_s = loop.time()
         if last_s - start_s < RETRY_S:  # a server may close a connection at once that does not use its protocol
             await asyncio.sleep(RETRY_S)
-
-
-async def _until_it_breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    (keep, on), *details = PROBES
-    link: socket.socket = writer.get_extra_info("socket")
-    link.setsockopt(socket.SOL_SOCKET, keep, on)
-    for option, value in details:
-        link.setsockopt(socket.IPPROTO_TCP, option, value)
-    try:
-        while await reader.read(4096):  # discard what the server sends
-            pass
-    except OSError:
-        pass
-    finally:
-        writer.close()
 
 
 MEMORY_USED = re.compile(r"Memory usage (\d+)B exceeded .* of (\d+)B limit")
@@ -153,7 +149,7 @@ class RunProcesses:
             self._head = asyncio.create_task(watch_address(head, patience_s=HEAD_AWAY_S))
             self._head.add_done_callback(lambda task: None if task.cancelled() else self._end_with_ray("head"))
         for index, slot in enumerate(slots):
-            self._actors[slot.host] = self._cluster.spawn(ProcessActor, index, slot, specs[slot.host])
+            self._actors[slot.process] = self._cluster.spawn(ProcessActor, index, slot, specs[slot.process])
         opened = await self._open_all()
         self.pids = {host: answer["pid"] for host, answer in opened.items()}
         addresses: dict[str, Address] = {host: answer["address"] for host, answer in opened.items()}
@@ -341,20 +337,20 @@ LOST = object()
 class Orders:
     """Requests to the processes of one run. Each request raises the error if the process answers with one.
 
-    `hosts` are the processes that are not lost; `lost` are those that have died, and without which the run continues.
+    `processes` are those that are not lost; `lost` are those that have died, and without which the run continues.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
         plan: Plan,
-        hosts: Iterable[str],
+        processes: Iterable[str],
         warn: Callable[[str], None],
         *,
         lost: Collection[str] = (),
     ) -> None:
         self.plan = plan
-        self.hosts = hosts
+        self.processes = processes
         self._lost = lost
         self._endpoint = endpoint
         self._warn = warn
@@ -370,7 +366,7 @@ class Orders:
 
     async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
         """The answers of all processes to `kind`, asked with `body(host)`."""
-        asked = {host: self._unless_lost(host, self.ask(host, kind, body(host))) for host in self.hosts}
+        asked = {host: self._unless_lost(host, self.ask(host, kind, body(host))) for host in self.processes}
         return [answer for answer in await self._collect_answers(kind, asked) if answer is not LOST]
 
     async def _collect_answers(self, kind: str, asked: Mapping[str, Awaitable[Any]]) -> list[Any]:

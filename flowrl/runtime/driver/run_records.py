@@ -84,17 +84,17 @@ class RunRecords:
             warn=self._view.warning,
             shown=self._show_sample,
         )
-        self._early_stop = EarlyStop(job.options.stop, stop_early)
+        self.early_stop = EarlyStop(job.options.stop, stop_early)
         if job.resume_from is not None:
-            self._early_stop.recall_records(job.run_dir)
+            self.early_stop.recall_records(job.run_dir)
         self.metrics = Metrics(
             job.run_dir,
             self.statistics,
             roles=node_roles(job.graph),
             sinks=open_sinks(job.options.track, job.run_dir, self._config, job.options.tracking),
             tables=self._tables,
-            watch=self._early_stop.look_at_line,
-            watch_evaluation=self._early_stop.look_at_evaluation,
+            watch=self.early_stop.look_at_line,
+            watch_evaluation=self.early_stop.look_at_evaluation,
             limits=job.options.alarms,
             record_line=self.accounting.book_line,
         )
@@ -119,11 +119,6 @@ class RunRecords:
 
             records.callback(write_last_lines)
             records.callback(self.accounting.bookings.commit_all)
-
-    @property
-    def unseen_metric(self) -> str:
-        """The metric of --stop.metric, if it had no value in this run; "" otherwise."""
-        return self._early_stop.unseen
 
     # Reports of processes
 

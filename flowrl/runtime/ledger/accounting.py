@@ -203,11 +203,8 @@ class Accounting:
         for waiter in [waiter for waiter in waiters if not waiter.done()]:
             waiter.set_result(None)
 
-    def pause_admission(self, reason: str) -> None:
-        """Admit nothing until `resume_admission(reason)`: for checkpoints and evaluations."""
-        self.tickets.pause(reason)
-
     def resume_admission(self, reason: str) -> None:
+        """End a pause that `tickets.pause(reason)` began, for a checkpoint or an evaluation."""
         self.tickets.resume(reason)
         self._wake_waiters()
 

@@ -82,7 +82,7 @@ class Commit:
     def after(cls, before: Commit | None, committed_s: float, digest: str) -> Commit:
         """The link that follows `before`; `before` is None for the first link."""
         number, head = (0, "") if before is None else (before.number + 1, before.head)
-        return cls(number, committed_s, digest, _hash_content((head, number, committed_s, digest)))
+        return cls(number, committed_s, digest, hash_content((head, number, committed_s, digest)))
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,8 @@ def row_hash(row: ChainRow) -> int:
     return int.from_bytes(hashlib.blake2b(msgpack.packb(row), digest_size=32).digest())
 
 
-def digest_of(contents: Iterable[ChainRow]) -> str:
-    """One hash over the rows of `contents`, which are ordered by name."""
-    return _hash_content(list(contents))
-
-
-def _hash_content(content: Any) -> str:
+def hash_content(content: Any) -> str:
+    """One hash over a value that msgpack can hold, such as the rows of `contents`, ordered by name."""
     return hashlib.blake2b(msgpack.packb(content), digest_size=HEAD_BYTES).hexdigest()
 
 
@@ -198,7 +194,7 @@ class Chain:
         if sums == before.sums and not first:
             return before
         contents = [sums[name].as_row(name) for name in sorted(sums)]
-        commit = Commit.after(before.newest, committed_s, digest_of(contents))
+        commit = Commit.after(before.newest, committed_s, hash_content(contents))
         self._db.executemany("INSERT OR REPLACE INTO contents VALUES (?, ?, ?)", contents)
         self._db.execute("INSERT INTO commits VALUES (?, ?, ?, ?)", astuple(commit))
         return State(sums, commit)

@@ -118,7 +118,7 @@ class ProcessActor:
     ) -> dict[str, Any] | None:
         """Connect the nodes. `devices`: process -> the GPUs that it sees; None: every GPU of the machine."""
         if devices is not None:  # before any node is built: nodes may ask CUDA for its devices
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[self._spec.host])
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[self._spec.process])
         return await self._run_on_loop(self._engine.guarded(self._engine.wire(addresses, gangs)))
 
     async def setup(self) -> dict[str, Any] | None:
@@ -140,7 +140,7 @@ class ProcessActor:
                 node, where, since_s = still
                 return [
                     {
-                        "replica_id": f"{node}/{self._spec.places[0].replica}" if node else self._spec.host,
+                        "replica_id": f"{node}/{self._spec.places[0].replica}" if node else self._spec.process,
                         "alive": [where],
                         "moves": -1,
                         "waits": [("return", where, time.monotonic() - since_s)],

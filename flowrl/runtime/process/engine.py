@@ -116,7 +116,7 @@ TOLD_EVERY_S = 60.0
 class ProcessSpec:
     """Everything that a process needs, as plain data."""
 
-    host: str
+    process: str
     run_id: str
     driver_pid: int
     graph_file: str
@@ -140,7 +140,7 @@ class ProcessEngine:
         self.spec = spec
         take_commits(spec.commits)
         self.trace = TraceBuffer()
-        self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, transport=spec.transport)
+        self.endpoint = Endpoint(spec.process, run_id=spec.run_id, driver_pid=spec.driver_pid, transport=spec.transport)
         self.replicas: dict[str, Replica] = {}
         self._reporting: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
@@ -198,10 +198,10 @@ class ProcessEngine:
         """Rebuild the graph, once per replica index, and connect this process's nodes to their lanes."""
         require_files(len(addresses))
         for host, address in addresses.items():
-            if host != self.spec.host:
+            if host != self.spec.process:
                 self.endpoint.connect(host, address)
         graphs = {place.replica: self.build_graph() for place in self.spec.places}
-        self._lease = lease = Lease(self.spec.places[0].lease, self.spec.host, self.endpoint)
+        self._lease = lease = Lease(self.spec.places[0].lease, self.spec.process, self.endpoint)
         for place in self.spec.places:
             graph = graphs[place.replica]
             replica = self.make_replica(graph.nodes[place.node], place, lease)
@@ -476,4 +476,4 @@ class ProcessEngine:
         node, where = culprit
         advice = "; use `await self.blocking(...)` there" if node else ""
         text = f"the event loop was blocked for {for_s:.1f} s at {where}{advice}"
-        self.endpoint.notify(DRIVER, "warning", {"node": node or self.spec.host, "text": text})
+        self.endpoint.notify(DRIVER, "warning", {"node": node or self.spec.process, "text": text})

@@ -143,10 +143,6 @@ class Statistics:
         meters = {one: meter for (one, key), meter in self._counters.items() if key == name}
         return sum(meter.rate for replica_id, meter in meters.items() if replica_id not in self._lost)
 
-    def counter_total(self, name: str) -> float:
-        """A counter over all replicas as last reported."""
-        return sum(meter.total for (_, key), meter in self._counters.items() if key == name)
-
     def nodes(self) -> list[NodeNow]:
         """Every node with its busy fraction, in order of first report."""
         rates: dict[str, list[float]] = {}

@@ -200,7 +200,7 @@ class TraceWriter:
         self._temporary.unlink(missing_ok=True)
         # Open the file at the end of the last complete event: a killed run may have left an incomplete one.
         if not path.exists() or path.stat().st_size <= len(END):
-            path.write_bytes(b"[\n" + _head_line(self.level) + END)
+            path.write_bytes(b"[\n" + _name_event("flowrl", {"level": self.level}, pid=0)[1] + END)
         self._file = path.open("rb+")
         self._file.readline()
         if limit_bytes is not None:
@@ -243,7 +243,7 @@ class TraceWriter:
         with self._path.open("rb") as old, self._temporary.open("wb") as new:
             old.readline()
             old.readline()
-            new.write(b"[\n" + _head_line(self.level))
+            new.write(b"[\n" + _name_event("flowrl", {"level": self.level}, pid=0)[1])
             for line in old:
                 if len(line) <= len(END):
                     continue
@@ -287,9 +287,5 @@ class TraceWriter:
 
 
 def _name_event(kind: str, args: dict[str, Any], **place: int) -> TraceLine:
-    """An event that names a track or a row; it stays in the file at every level."""
+    """An event that names a track, a row, or the file's level; it stays in the file at every level."""
     return OFF, json.dumps({"ph": "M", "name": kind, **place, "args": args}).encode()
-
-
-def _head_line(level: int) -> bytes:
-    return json.dumps({"ph": "M", "name": "flowrl", "pid": 0, "args": {"level": level}}).encode()

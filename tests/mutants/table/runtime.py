@@ -186,7 +186,7 @@ MUTANTS = (
         fault="a process without GPUs sees all of the machine",
         function="ProcessActor.wire",
         before="if devices is not None:  # before any node is built: nodes may ask CUDA for its devices",
-        after="if devices and devices[self._spec.host]:  # before any node is built: nodes may ask CUDA for its devices",
+        after="if devices and devices[self._spec.process]:  # before any node is built: nodes may ask CUDA for its devices",
         test="tests/runtime/driver/test_runtime_devices.py::test_hosts_of_a_real_ray_see_the_gpus_of_their_plan",
     ),
     Mutant(

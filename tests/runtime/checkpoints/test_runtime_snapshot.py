@@ -235,7 +235,7 @@ def test_a_host_gets_the_states_of_its_own_replicas_alone() -> None:
 
     class TwoHosts(Orders):
         async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
-            given.update({host: body(host) for host in self.hosts} if kind == "restore" else {})
+            given.update({host: body(host) for host in self.processes} if kind == "restore" else {})
             return []
 
     hosts = tuple(HostPlan(name, nodes) for name, nodes in (("A", ("a/0", "a/1")), ("B", ("a/10", "b/0"))))

@@ -41,7 +41,7 @@ def placed(parts: Grpo, gpus: int, **needs: dict[str, float]) -> Plan:
 
 def claims(hosts: Sequence[HostPlan]) -> dict[str, tuple[float, int]]:
     """Process -> the cores and the GPUs that Ray reserves for it."""
-    return {slot.host: (slot.cpus, slot.gpus) for slot in process_slots(hosts)}
+    return {slot.process: (slot.cpus, slot.gpus) for slot in process_slots(hosts)}
 
 
 def gpus(plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -107,7 +107,7 @@ def test_a_cancelled_admission_takes_no_ticket(tmp_path: Path) -> None:
 def test_nothing_is_admitted_during_a_pause(tmp_path: Path) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)
-        small.accounting.pause_admission("checkpoint")
+        small.accounting.tickets.pause("checkpoint")
         waiting = asyncio.create_task(small.admit(0))
         await ticks()
         assert not waiting.done()
@@ -217,7 +217,7 @@ def test_every_sample_of_a_group_is_looked_up(tmp_path: Path, done: bool) -> Non
 def test_of_two_admissions_at_once_the_later_one_is_refused(tmp_path: Path) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)
-        small.accounting.pause_admission("start")
+        small.accounting.tickets.pause("start")
         first = asyncio.create_task(small.admit(0))
         await ticks()
         with pytest.raises(FlowrlError, match="group 'g0' a second time"):
@@ -236,7 +236,7 @@ def test_of_two_admissions_at_once_the_later_one_is_refused(tmp_path: Path) -> N
 def test_what_a_cancelled_admission_asked_for_may_be_asked_for_again(tmp_path: Path) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)
-        small.accounting.pause_admission("start")
+        small.accounting.tickets.pause("start")
         waiting = asyncio.create_task(small.admit(0))
         await ticks()
         waiting.cancel()

@@ -94,10 +94,10 @@ class MortalCluster(LocalCluster):
         CLUSTERS.append(self)
 
     def spawn(self, actor_class: type, index: int, slot: Any, spec: Any) -> LocalHost:
-        if (death := self.deaths.get(slot.host)) is None:
+        if (death := self.deaths.get(slot.process)) is None:
             return super().spawn(actor_class, index, slot, spec)
-        self.actors[slot.host] = MortalHost(spec, slot.gpus, death)
-        return self.actors[slot.host]
+        self.actors[slot.process] = MortalHost(spec, slot.gpus, death)
+        return self.actors[slot.process]
 
     def kill(self, host: str) -> None:
         self.killed.append(host)
