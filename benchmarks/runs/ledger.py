@@ -21,8 +21,8 @@ import tyro
 from flowrl.messages import Sample
 from flowrl.runtime.audit.audit import audit
 from flowrl.runtime.ledger import ledger_file
-from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger import Ledger
+from flowrl.runtime.ledger.ledger_file import Terms
 from flowrl.runtime.ledger.token_digest import policy_spans
 from flowrl.runtime.telemetry.metrics import line_hash
 

@@ -13,8 +13,7 @@ from flowrl.graph.node import Node
 from flowrl.messages import Message, Tombstone
 from flowrl.runtime.driver.locks import Locks
 from flowrl.runtime.driver.run_processes import Orders
-from flowrl.runtime.ledger.ledger_client import LedgerClient
-from flowrl.runtime.ledger.long_tables import LongTables
+from flowrl.runtime.ledger.ledger_client import LedgerClient, LongTables
 from flowrl.runtime.process.context import DRIVER, Meters, ReplicaPlace
 from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 from flowrl.runtime.process.replica import Replica

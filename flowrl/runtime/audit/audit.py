@@ -37,8 +37,15 @@ from flowrl.runtime.audit.audit_rules import AT_TICKET, ENDED, RUN_CHECKS, Viola
 from flowrl.runtime.audit.audit_seal import SEAL, RowRanges, Seal
 from flowrl.runtime.audit.table_pages import Pages
 from flowrl.runtime.ledger import chain
-from flowrl.runtime.ledger.declared_bounds import COLUMNS, Terms
-from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, describe_unreadable, open_to_read, read_terms
+from flowrl.runtime.ledger.ledger_file import (
+    COLUMNS,
+    DAMAGE,
+    LEDGER,
+    Terms,
+    describe_unreadable,
+    open_to_read,
+    read_terms,
+)
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
 from flowrl.runtime.telemetry.metrics import METRICS, whole_lines
 

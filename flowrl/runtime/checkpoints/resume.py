@@ -32,8 +32,7 @@ from flowrl.graph.node import Saved
 from flowrl.runtime.checkpoints import checkpoint, snapshots
 from flowrl.runtime.checkpoints.rundir import BEST, read_best
 from flowrl.runtime.ledger import ledger_file
-from flowrl.runtime.ledger.declared_bounds import Terms
-from flowrl.runtime.ledger.ledger_file import LEDGER
+from flowrl.runtime.ledger.ledger_file import LEDGER, Terms
 from flowrl.runtime.ledger.ledger_segments import any_in_flight, last_commit_s, phases_evaluated
 from flowrl.runtime.samples.kept_episodes import rewind_kept
 from flowrl.runtime.samples.rollout_files import rewind_rollouts

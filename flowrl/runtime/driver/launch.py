@@ -41,7 +41,7 @@ from flowrl.runtime.driver.driver import RunSignals
 from flowrl.runtime.driver.job import RunOptions, check_options
 from flowrl.runtime.driver.ray_cluster import require_same_versions
 from flowrl.runtime.driver.resources import process_slots
-from flowrl.runtime.ledger.declared_bounds import Terms
+from flowrl.runtime.ledger.ledger_file import Terms
 from flowrl.runtime.samples.sample_notes import SampleShare
 from flowrl.runtime.telemetry.sinks import require_logins
 from flowrl.runtime.telemetry.standard_streams import LastingOutput, print_line

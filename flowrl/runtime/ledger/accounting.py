@@ -27,11 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger.bookings import Bookings
-from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
-from flowrl.runtime.ledger.ledger_client import LedgerClient, Use
-from flowrl.runtime.ledger.ledger_file import LEDGER
-from flowrl.runtime.ledger.long_tables import LongTables
+from flowrl.runtime.ledger.ledger_client import LedgerClient, LongTables, Use
+from flowrl.runtime.ledger.ledger_file import LEDGER, Terms
 from flowrl.runtime.ledger.request_ledger import RequestLedger
 from flowrl.runtime.ledger.sample_fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
 from flowrl.wire.tickets import Tickets

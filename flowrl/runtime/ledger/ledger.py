@@ -17,7 +17,7 @@ from typing import Any, Self
 from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger import chain, ledger_file
 from flowrl.runtime.ledger.chain import ROWS_AT_ONCE, Chain
-from flowrl.runtime.ledger.declared_bounds import Terms
+from flowrl.runtime.ledger.ledger_file import Terms
 from flowrl.runtime.ledger.ledger_segments import Base, attach_new, write_segments
 
 ALL_TABLES = (*ledger_file.TABLES, *chain.TABLES)

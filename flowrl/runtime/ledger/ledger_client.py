@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,12 @@ import numpy as np
 
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
 from flowrl.messages.episode import Episode, Reply, Turn
-from flowrl.runtime.ledger.long_tables import EARLY
 from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_by_sequence
 from flowrl.wire.encoding.cost import chunked
 
 if TYPE_CHECKING:
     from flowrl.wire.endpoint import Endpoint
+
 
 SEND_WITHIN_S = 0.05
 BOOKED_WITHIN_S = 60.0
@@ -32,6 +32,10 @@ BOOKED_WITHIN_S = 60.0
 DRIVER = "driver"
 AGAIN = "request again"
 """Kind of the report of a request that its caller makes."""
+EARLY = "rows"
+"""Kind of an event with rows that come before the event of their table: (EARLY, replica, rows)."""
+WITH_TABLES = frozenset(("step", "evaluation"))
+"""Kinds whose last two fields are the last rows of their table, and the replica."""
 
 
 @dataclass(frozen=True)
@@ -310,3 +314,22 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, np.generic) or hasattr(value, "item"):
         return value.item()
     return value
+
+
+class LongTables:
+    """Puts tables together: rows of each replica wait for the event that has the last rows of their table."""
+
+    def __init__(self) -> None:
+        self._early: dict[str, list[Any]] = defaultdict(list)
+
+    def join_tables(self, events: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+        """The events in order, with whole tables, and without the events and fields that were needed to split them."""
+        for kind, *fields in events:
+            if kind == EARLY:
+                replica, rows = fields
+                self._early[replica] += rows
+            elif kind in WITH_TABLES:
+                *before, last, replica = fields
+                yield (kind, *before, [*self._early.pop(replica, ()), *last])
+            else:
+                yield (kind, *fields)

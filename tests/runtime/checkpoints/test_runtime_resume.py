@@ -17,7 +17,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.checkpoints import checkpoint, resume
 from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.driver import Driver
-from flowrl.runtime.ledger.declared_bounds import Terms
+from flowrl.runtime.ledger.ledger_file import Terms
 from flowrl.testing import GraphRun, run_graph
 from tests.rigs.in_process import seeing_the_driver
 

@@ -19,9 +19,8 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.runtime.audit.audit import _check_tickets_out, audit
 from flowrl.runtime.audit.audit_rules import CHECKS
-from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger import Ledger
-from flowrl.runtime.ledger.ledger_file import LEDGER, describe_unreadable
+from flowrl.runtime.ledger.ledger_file import LEDGER, Terms, describe_unreadable
 from flowrl.runtime.telemetry.metrics import read_lines
 from tests.runtime.ledger.audit_damages import DAMAGES, DAMAGES_OF_TWO
 from tests.runtime.ledger.request_damages import REQUEST_DAMAGES

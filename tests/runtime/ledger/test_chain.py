@@ -22,9 +22,8 @@ from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.resume import rewind_run
 from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.chain import SCHEMA, Chain, Commit, Sum, read_commits, read_contents
-from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger import Ledger
-from flowrl.runtime.ledger.ledger_file import LEDGER, open_to_read
+from flowrl.runtime.ledger.ledger_file import LEDGER, Terms, open_to_read
 from flowrl.runtime.ledger.ledger_segments import rebuild_ledger, segments_of
 from flowrl.runtime.telemetry.metrics import whole_lines
 from tests.runtime.ledger.small_run import MEMBERS, POLICY, SmallRun, whole_run
