@@ -113,7 +113,7 @@ def test_processes_of_several_rays_and_numbers_of_threads_share_a_server(python:
 def test_a_server_is_no_descendant_of_who_asked_first(python: str, tmp_path: Path) -> None:
     """A run that ends all it has started leaves the server to the next one."""
     asks = f"import subprocess as s; s.run([{python!r}, '-m', 'tests.says', '0'], stdout=s.DEVNULL)"
-    ends = "from flowrl.machine.processes import descendants; print(descendants())"
+    ends = "from flowrl.machine.processes import find_descendants; print(find_descendants())"
     command = [sys.executable, "-c", f"{asks}; {ends}"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout == "[]\n"
     assert say(python, "0", tmp_path).returncode == 0

@@ -127,7 +127,7 @@ def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_fir
         from flowrl.runtime.driver.ray_guard import Guard
         guard = Guard("a fifth mark, {starting}")
         if not {starting}:
-            with guard.speaking():
+            with guard.let_speak():
                 pass
         print(guard._process.pid, flush=True)
         with_the_driver = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -157,7 +157,7 @@ MUTE = """
     import ctypes, os, subprocess, sys, time
     from flowrl.runtime.driver.ray_guard import Guard
     guard = Guard("a sixth mark")
-    with guard.speaking():
+    with guard.let_speak():
         raylet = subprocess.Popen([{raylet!r}, "100"])
         print(guard._process.pid, raylet.pid, flush=True)
         if {mute}:
@@ -199,7 +199,7 @@ def test_the_guard_holds_no_copy_of_the_drivers_errors_once_ray_has_started() ->
         import signal
         from flowrl.runtime.driver.ray_guard import Guard
         guard = Guard("a seventh mark")
-        with guard.speaking():
+        with guard.let_speak():
             pass
         print(guard._process.pid, flush=True)
         signal.pause()

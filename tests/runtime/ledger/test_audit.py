@@ -342,7 +342,7 @@ def test_a_new_ledger_takes_nothing_over_from_a_deleted_one(tmp_path: Path) -> N
         "import os, pathlib\n"
         "from flowrl.runtime.ledger.ledger import Ledger\n"
         f"ledger = Ledger(pathlib.Path({str(tmp_path / LEDGER)!r}))\n"
-        "ledger.add('ticket', 0, 'old', '{}')\nledger.commit()\nos._exit(9)\n"
+        "ledger.add_row('ticket', 0, 'old', '{}')\nledger.commit_rows()\nos._exit(9)\n"
     )
     assert subprocess.run((sys.executable, "-c", killed), timeout=60, check=False).returncode == 9
     assert (tmp_path / f"{LEDGER}-wal").stat().st_size > 0

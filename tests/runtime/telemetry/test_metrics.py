@@ -355,9 +355,9 @@ tracking = Tracking(project="mine", group="pair", name="first")
 sinks = open_sinks(["wandb"], run_dir, {"lr": 0.5}, tracking)
 metrics = Metrics(run_dir, Statistics(), roles={}, sinks=sinks, tables=tables)
 for step in (1, 2):
-    tables.add({"step": step, "prompt": "1+1=", "response": f"answer {step}", "state": "trained"})
-    metrics.line({"step": step, "reward_mean": step / 4})
-metrics.evaluation("during", 2, {"evaluation/score": 0.75})
+    tables.add_row({"step": step, "prompt": "1+1=", "response": f"answer {step}", "state": "trained"})
+    metrics.write_line({"step": step, "reward_mean": step / 4})
+metrics.write_evaluation("during", 2, {"evaluation/score": 0.75})
 metrics.close()
 """
 
