@@ -70,7 +70,7 @@ def test_orphans_are_ended_with_the_rest() -> None:
         child = subprocess.Popen(sleeper)
         assert sorted(find_descendants()) == sorted([child.pid, orphan]), find_descendants()
         end_descendants()
-        assert descendants() == []
+        assert find_descendants() == []
         print("none left")
     """
     done = subprocess.run(
