@@ -33,8 +33,8 @@ from flowrl.models.tokens.vocabulary import most_characters_per_token
 
 SampledCall = list[tuple[Asked, SampledAnswer]]
 """The replies to a call, each with its context."""
-SampleCall = Callable[[], Coroutine[None, None, SampledCall]]
-DeliverCall = Callable[[SampledCall], CallAnswer]
+StartSampling = Callable[[], Coroutine[None, None, SampledCall]]
+DeliverAnswer = Callable[[SampledCall], CallAnswer]
 
 
 class AgentSession:
@@ -84,7 +84,7 @@ MOST_KEPT = 64
 class CallRun:
     """One call being answered. `deliver` makes what clients see from what was sampled."""
 
-    def __init__(self, key: bytes, task: asyncio.Task[SampledCall], deliver: DeliverCall) -> None:
+    def __init__(self, key: bytes, task: asyncio.Task[SampledCall], deliver: DeliverAnswer) -> None:
         self.key = key
         self.task = task
         self.waiting = 0
@@ -136,8 +136,8 @@ class CallRuns:
     async def join_run(
         self,
         key: bytes,
-        work: SampleCall,
-        deliver: DeliverCall,
+        work: StartSampling,
+        deliver: DeliverAnswer,
         *,
         retried: bool,
     ) -> AsyncIterator[CallRun]:
@@ -183,8 +183,8 @@ class CallRuns:
     def _begin_run(
         self,
         key: bytes,
-        work: SampleCall,
-        deliver: DeliverCall,
+        work: StartSampling,
+        deliver: DeliverAnswer,
     ) -> CallRun:
         if self._closed:
             raise ApiProblem(409, "the session has ended; ask for another one")

@@ -24,7 +24,7 @@ import json
 import shlex
 import shutil
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -99,9 +99,21 @@ class McpSession:
                 self._holder.exception()  # how a session ends does not matter any more
 
     async def _hold_connection(self) -> None:
-        from mcp import Client
+        import httpx2
+        from mcp import Client, StdioServerParameters
+        from mcp.client.streamable_http import streamable_http_client
 
-        async with self._connection_target() as target, Client(target, mode=HANDSHAKE, cache=None) as client:
+        async with AsyncExitStack() as scopes:
+            if self._over_http:
+                url = self._words[0]
+                times = httpx2.Timeout(CONNECT_S, read=None)  # the call's own limit bounds the wait for an answer
+                through = httpx2.AsyncHTTPTransport(proxy=proxy_of(url) or None)  # its own choice knows NO_PROXY alone
+                http = httpx2.AsyncClient(headers=dict(self._extra), timeout=times, transport=through)
+                target: Any = streamable_http_client(url, http_client=await scopes.enter_async_context(http))
+            else:
+                command, *arguments = self._words
+                target = StdioServerParameters(command=command, args=arguments, env=program_variables(self._extra))
+            client = await scopes.enter_async_context(Client(target, mode=HANDSHAKE, cache=None))
             page = await client.list_tools()
             self._client, self._tools = client, list(page.tools)
             for _ in range(MOST_PAGES):
@@ -111,22 +123,6 @@ class McpSession:
                 self._tools += page.tools
             self._open.set()
             await self._over.wait()
-
-    @asynccontextmanager
-    async def _connection_target(self) -> AsyncIterator[Any]:
-        import httpx2
-        from mcp import StdioServerParameters
-        from mcp.client.streamable_http import streamable_http_client
-
-        if not self._over_http:
-            command, *arguments = self._words
-            yield StdioServerParameters(command=command, args=arguments, env=program_variables(self._extra))
-            return
-        times = httpx2.Timeout(CONNECT_S, read=None)  # the call's own limit bounds the wait for an answer
-        url = self._words[0]
-        through = httpx2.AsyncHTTPTransport(proxy=proxy_of(url) or None)  # its own choice knows NO_PROXY alone
-        async with httpx2.AsyncClient(headers=dict(self._extra), timeout=times, transport=through) as http:
-            yield streamable_http_client(url, http_client=http)
 
     async def _unless_lost(self, doing: Coroutine[Any, Any, Found], when: str) -> Found:
         """The result, unless the connection ends first."""
