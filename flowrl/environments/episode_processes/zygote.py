@@ -26,6 +26,8 @@ from flowrl.tasks.user_code import program_variables
 
 KEPT_BYTES = 8192
 READ_BYTES = 1 << 16
+READS = 64
+"""Number of reads for the last lines; together they take more than a pipe holds."""
 
 
 class Output:
@@ -64,7 +66,7 @@ class Output:
     def tail(self, lines: int = 20) -> str:
         """The last lines; "" if nothing was printed. They are complete if the process has ended."""
         if self._source >= 0:
-            for _ in range(self._kept_bytes):  # bounded, because the process may keep printing
+            for _ in range(READS):  # bounded, because the process, or one that it has started, may keep printing
                 if not self._read_output():
                     break
         return "\n".join(self._end.decode(errors="replace").rstrip().splitlines()[-lines:])
