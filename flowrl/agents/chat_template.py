@@ -210,10 +210,9 @@ class ChatTemplate:
         return self._boundaries[key]
 
     def marked_starts(self, messages: Messages, indices: Sequence[int], text: str) -> list[int]:
-        """Where in `text`, the rendering of `messages`, each of the replies begins; -1 if the template rewrites it.
+        """`marked_start` of each of the replies, from one rendering with a mark in all of them.
 
-        One rendering with a mark in all of them shows it. If the marks change other parts of the rendering, each reply
-        is rendered with its own mark only.
+        If the marks change other parts of the rendering, each reply is rendered with its own mark only.
         """
         mark = self._unused_mark(messages)
         marks = {index: f"{mark}{index:06}" for index in indices}
@@ -230,14 +229,16 @@ class ChatTemplate:
             plain += shown[last:at]
             starts.append(len(plain))
             last = at + len(marks[index])
-        if plain + shown[last:] == text:
-            return starts
-        starts = []
-        for index in indices:
-            reply = {**messages[index], "content": mark + str(messages[index].get("content") or "")}
-            shown = self.render_text([*messages[:index], reply, *messages[index + 1 :]])
-            starts.append(shown.find(mark) if shown.replace(mark, "", 1) == text else -1)
+        if plain + shown[last:] != text:
+            return [self.marked_start(messages, index, text) for index in indices]
         return starts
+
+    def marked_start(self, messages: Messages, index: int, text: str) -> int:
+        """Where in `text`, the rendering of `messages`, the reply `index` begins; -1 if the template rewrites it."""
+        mark = self._unused_mark(messages)
+        reply = {**messages[index], "content": mark + str(messages[index].get("content") or "")}
+        shown = self.render_text([*messages[:index], reply, *messages[index + 1 :]])
+        return shown.find(mark) if shown.replace(mark, "", 1) == text else -1
 
     def probe_call(self, argument: str) -> Mapping[str, Any]:
         """A reply that calls the first tool (any, if there are none) with one argument."""
