@@ -142,7 +142,7 @@ class Gates:
         self.locks = locks
         self.events: list[str] = []
 
-    async def gate(self, replica_id: str, by: str, *, open_: bool) -> None:
+    async def set_gate(self, replica_id: str, by: str, *, open_: bool) -> None:
         reserved = ", reserved" if self.locks._reserved else ""
         self.events.append(f"{'open' if open_ else 'close'} {replica_id}{reserved}")
 

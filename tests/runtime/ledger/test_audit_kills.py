@@ -86,10 +86,10 @@ class Kills:
         """Before and after everything that a run writes to its records."""
         with ExitStack() as stack:
             for owner, attribute in (
-                (metrics.Metrics, "line"),
-                (checkpoint, "publish"),
-                (checkpoint, "prune"),
-                (ledger_file, "create"),
+                (metrics.Metrics, "write_line"),
+                (checkpoint, "publish_checkpoint"),
+                (checkpoint, "prune_checkpoints"),
+                (ledger_file, "create_ledger"),
                 (ledger_file, "_begin_incarnation"),
                 (ledger_file, "_replace_ledger"),
                 (resume, "rewind_metrics"),
@@ -97,7 +97,7 @@ class Kills:
                 name = f"{owner.__name__.rpartition('.')[2]}.{attribute}"
                 wrapped = self.around(getattr(owner, attribute), name)
                 stack.enter_context(mock.patch.object(owner, attribute, wrapped))
-            for owner, attribute in ((ledger.Ledger, "writing"), (chain.Chain, "extending")):
+            for owner, attribute in ((ledger.Ledger, "write_in_pieces"), (chain.Chain, "extend_in_pieces")):
                 name = f"{owner.__name__}.{attribute}"
                 stack.enter_context(mock.patch.object(owner, attribute, self.between(getattr(owner, attribute), name)))
             yield
@@ -140,7 +140,7 @@ def test_a_run_may_be_killed_at_any_write(tmp_path: Path, monkeypatch: pytest.Mo
         go(tmp_path / "run", steps=5)
     before_the_ledger = [name for name, copy in kills.made if not (copy / "ledger.sqlite").exists()]
     assert [name.partition(": ")[2] for name in before_the_ledger] == [
-        "before ledger_file.create",
+        "before ledger_file.create_ledger",
         "before ledger_file._begin_incarnation",
         "before Chain.extend_in_pieces",
         "after Chain.extend_in_pieces",

@@ -54,9 +54,9 @@ def test_jobs_are_done_in_order_and_the_loop_goes_on_between_their_pieces(books:
         books.add_job(job(told, "c"))
         assert told == ["a1", "b1"] and books.busy
         asyncio.get_running_loop().call_soon(told.append, "loop")
-        await books.done()
+        await books.wait_for_jobs()
         assert told == ["a1", "b1", "b2", "loop", "b3", "c1"] and not books.busy
-        await books.done()
+        await books.wait_for_jobs()
 
     asyncio.run(body())
 
