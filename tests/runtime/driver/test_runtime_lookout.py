@@ -143,7 +143,7 @@ def test_a_silent_host_that_is_lost_does_not_answer_again(monkeypatch: pytest.Mo
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
         processes["b"].stopped = True
         await lookout.look_once()
-        lookout._hosts.lost.add("b")
+        lookout._processes.lost.add("b")
         await lookout.look_once()
         assert len(told) == 1 and processes["b"].asked == 1
         assert "b/0" not in await lookout.describe_now()
