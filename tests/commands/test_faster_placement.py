@@ -72,3 +72,11 @@ def test_steps_in_which_no_node_worked_tell_nothing() -> None:
     assert [bool(text) for text in said].index(True) == 7, "the third step with work"
     found = advice()
     assert faster_placement(found._tuned, 10.0, {"generator": 0.0, "trainer": 0.0}) is None
+
+
+def test_a_synchronous_step_has_all_cores_already_and_one_that_was_divided_is_told() -> None:
+    synchronous = ("--staleness", "0")
+    assert not any(told(advice(*synchronous, cores=2), lines(*[(4.0, 5.8)] * 6)))
+    divided = (*synchronous, "--generator.cpus", "1", "--trainer.cpus", "1")
+    (text,) = filter(None, told(advice(*divided, cores=2), lines(*[(4.0, 5.8)] * 6)))
+    assert text.startswith("generator was idle for 60%") and "in turns, staleness 0" in text
