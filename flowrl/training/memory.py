@@ -259,11 +259,14 @@ class TrainerModel:
     def optimizer_bytes(self) -> int:
         """Bytes that optimizer steps need in addition to weights and gradients: in fp32, the optimizer's moments, a
         copy of the trained parameters, and their moving average if one is kept. Stage 0 shards nothing and has no
-        copy."""
+        copy, and neither have weights in float32 at stages 1 and 2: they are their own masters, except under Muon."""
         moments, average = MOMENTS_BYTES[self.zero.optimizer] * self.num_trained, 4 * self.num_trained
         if self.zero_stage == 0:
             return moments + (average if self.zero.ema_decay else 0)
         master = -(-4 * self.num_trained // self.num_copies)
+        kind = (self.zero.dtype, self.zero.offload)
+        if kind == ("float32", "none") and self.zero_stage < 3 and self.zero.optimizer != "muon":
+            master = 0
         return master + -(-moments // self.num_copies) + (-(-average // self.num_copies) if self.zero.ema_decay else 0)
 
     @property

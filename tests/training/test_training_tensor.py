@@ -172,7 +172,9 @@ def test_a_rank_has_its_part_of_the_layers_and_zero_shards_it_among_the_copies()
     assert divided.num_trained == alone.num_parameters - matrices + matrices // 4
     assert divided.weight_bytes == 4 * divided.num_trained
     assert divided.gradient_bytes == 4 * divided.num_trained // 2, "two copies"
-    assert divided.optimizer_bytes == 4 * divided.num_trained // 2 + 8 * divided.num_trained // 2, "masters and moments"
+    narrow = replace(divided, zero=replace(TWO, dtype="bfloat16"))
+    assert narrow.optimizer_bytes == 4 * divided.num_trained // 2 + 8 * divided.num_trained // 2, "masters and moments"
+    assert divided.optimizer_bytes == 8 * divided.num_trained // 2, "weights in float32 are their own masters"
     assert replace(divided, scalar=True).num_trained == divided.num_trained - 1000 * 512
     kept = [replace(one, zero=ZeroSettings(stage=1)).gradient_bytes for one in (alone, divided)]
     assert kept == [8 * alone.num_trained, 8 * divided.num_trained]

@@ -84,6 +84,44 @@ def whole_parameter_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def share_masters(optimizer: Any) -> None:
+    """Make weights in float32 their own masters, in a DeepSpeed optimizer of ZeRO 1 or 2 without offload.
+
+    DeepSpeed copies a rank's part of the weights to masters in fp32, updates these, and copies them back. In float32
+    both have the same numbers all the time, so here they have the same memory, and the copy back does nothing. Muon's
+    masters stay copies: DeepSpeed writes its checkpoints, in which a part would bring all of its storage along.
+    """
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
+        return
+    if isinstance(optimizer.optimizer, MuonWithAuxAdam):
+        return
+    for number, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        rank = torch.distributed.get_rank(group=optimizer.real_dp_process_group[number])
+        own = optimizer.parallel_partitioned_bit16_groups[number][rank]
+        if own.dtype == master.dtype:
+            master.data = own.detach()
+    optimizer._link_all_hp_params()  # parameters refer to their masters' elements
+
+
+def allocate_moments(optimizer: Any) -> None:
+    """Make AdamW's moments before the first step, for weights on a CPU in a DeepSpeed optimizer of ZeRO 1 or 2.
+
+    AdamW would make them after the first backward pass, in the heap's room for activations. The next pass then needs
+    more of the heap, which a process that keeps its memory never gives back.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or type(optimizer.optimizer) is not torch.optim.AdamW:
+        return
+    for master in optimizer.single_partition_of_fp32_groups:
+        if master.device.type == "cpu" and not optimizer.cpu_offload:
+            moments = {name: torch.zeros_like(master).detach() for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.optimizer.state[master] = {"step": torch.zeros(()), **moments}
+
+
 def sum_at_once(optimizer: Any) -> None:
     """Make a DeepSpeed optimizer of ZeRO 2 with one rank sum gradients without its buckets.
 
@@ -125,7 +163,11 @@ class _GradientSums:
         self._parts: dict[int, Tensor] = {}
         """id of a parameter -> its part of the sums."""
         self._kept: dict[int, Tensor] = {}
-        """Group -> memory of its sums, kept on a CPU: new pages would take as long as writing the sums into them."""
+        """Group -> memory of its sums, kept on a CPU: new pages would take as long as writing the sums into them. It is
+        taken before the first pass, as in `allocate_moments`."""
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            if master.device.type == "cpu":
+                self._kept[group] = torch.empty(int(optimizer.partition_size[group]), dtype=torch.float32)
 
     def begin_sums(self, group: int) -> Any:
         """New sums for a group, which DeepSpeed keeps until its step."""

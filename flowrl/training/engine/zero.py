@@ -40,7 +40,13 @@ from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
 from flowrl.training.engine.gang import Gang
-from flowrl.training.engine.optimizer import divide_gradient, make_optimizer, sum_at_once
+from flowrl.training.engine.optimizer import (
+    allocate_moments,
+    divide_gradient,
+    make_optimizer,
+    share_masters,
+    sum_at_once,
+)
 from flowrl.training.engine.requirements import (
     TAG,
     build_async_io,
@@ -233,6 +239,8 @@ class ZeroEngine:
             # This check compares the arguments of the first pass across ranks, and fails on objects that hold tensors.
             self._engine.first_dataloader_check.remove()
         multiply_fast(self.model.network)
+        share_masters(self._engine.optimizer)
+        allocate_moments(self._engine.optimizer)
         if gang.size == 1:
             sum_at_once(self._engine.optimizer)
         self._ema = Ema(self._engine, settings.ema_decay) if settings.ema_decay else None

@@ -446,6 +446,15 @@ MUTANTS = (
         test="tests/graph/test_graph_memory.py::test_more_ranks_and_parts_take_less_of_each_device",
     ),
     Mutant(
+        name="masters_predicted_in_float32",
+        fault="weights in float32 are predicted to have masters beside them",
+        function="TrainerModel.optimizer_bytes",
+        before="master = 0",
+        after="pass",
+        test="tests/training/test_training_tensor.py::"
+        "test_a_rank_has_its_part_of_the_layers_and_zero_shards_it_among_the_copies",
+    ),
+    Mutant(
         name="memory_not_given_back",
         fault="what a trainer has on its device is copied to the host, and stays there, too",
         function="Residence.move_away",

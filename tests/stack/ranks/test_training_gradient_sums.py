@@ -1,4 +1,5 @@
-"""A trainer with one rank sums its gradients without DeepSpeed's buckets: the same, on a real engine."""
+"""A trainer with one rank sums its gradients without DeepSpeed's buckets, and in float32 its weights are their own
+masters: the same numbers, on a real engine."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 
 from flowrl.training.engine import optimizer, zero
 from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.training_state import master_weights, whole_master_weight
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.settings import LoRA, ZeroSettings
 from tests.training.training_cases import make_model
@@ -115,6 +117,34 @@ def test_an_adapter_is_summed_too(model_dir: Path, monkeypatch: pytest.MonkeyPat
     assert norms == pytest.approx(other_norms, rel=1e-6)
     for ours, theirs in zip(weights, others, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["float32", "clipped", "sgd", "average", "stage 1 in float32"])
+def test_weights_in_float32_are_their_own_masters(name: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit what a copy would make of them, in half of the memory; and what DeepSpeed gathers as masters."""
+    settings = {**SETTINGS, "stage 1 in float32": {"stage": 1}}[name]
+    engine = opened(model_dir, settings)
+    norms, weights = trained(engine)
+    owners = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
+    assert {flat.untyped_storage().data_ptr() for flat in master_weights(engine._engine)} == owners
+    for parameter in engine.model.parameters():
+        assert torch.equal(whole_master_weight(parameter), parameter)
+    monkeypatch.setattr(zero, "share_masters", lambda optimizer: None)
+    copying = opened(model_dir, settings)
+    other_norms, others = trained(copying)
+    assert norms == other_norms
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, others, strict=True))
+    assert not owners & {flat.untyped_storage().data_ptr() for flat in master_weights(copying._engine)}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bfloat16"}, {"optimizer": "muon"}, {"offload": "optimizer"}, {"stage": 0}]
+)
+def test_other_weights_have_masters_or_none(settings: dict[str, Any], model_dir: Path) -> None:
+    engine = opened(model_dir, settings)
+    owners = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
+    shared = owners & {flat.untyped_storage().data_ptr() for flat in master_weights(engine._engine)}
+    assert bool(shared) is (settings == {"stage": 0}), "without ZeRO, weights are what the optimizer has"
 
 
 def test_which_optimizers_it_is_for(model_dir: Path) -> None:
