@@ -239,29 +239,26 @@ class LiveCall:
     async def _ask_one(self, request: Message, session: str, group: str, priority: int) -> Any:
         """Ask the replica that the router chooses. Returns its answer."""
         choice = self._router.begin(session, group)
-        others = None
+        call, others = self._calls[choice.replica], None
         try:
             if choice.moved:
                 self._count("requests_moved", 1)
             async with self._slots[choice.replica].held(priority):
-                reply = await self._ask(self._calls[choice.replica], request, priority)
+                body = {"request": request, "priority": priority, "call": call.name}
+                try:
+                    reply = await self._endpoint.request(call.server_host, f"call:{call.server}:{call.edge}", body)
+                except LaneFailed as failed:
+                    if not self._endpoint.has_left(call.server_host):
+                        raise
+                    reply = {"out_of_service": str(failed), "others": None}
             others = reply["others"]
         finally:
             self._router.end(choice.replica, others)
         if "out_of_service" in reply:
             self._router.leave(choice.replica)
         elif "reply" in reply:
-            self._answered(self._calls[choice.replica].server, request, reply["reply"])
+            self._answered(call.server, request, reply["reply"])
         return reply
-
-    async def _ask(self, call: CallPlan, request: Message, priority: int) -> Any:
-        body = {"request": request, "priority": priority, "call": call.name}
-        try:
-            return await self._endpoint.request(call.server_host, f"call:{call.server}:{call.edge}", body)
-        except LaneFailed as failed:
-            if not self._endpoint.has_left(call.server_host):
-                raise
-            return {"out_of_service": str(failed), "others": None}
 
     def forget(self, session: str) -> None:
         self._router.forget(session)
@@ -315,22 +312,28 @@ class LiveServe:
 
     async def _answer(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
         call = message["call"]
-        self._opened(call, +1)
+        self._open[call] += 1
+        self.num_open += 1
         self._gauge(f"open_{self._port.rpartition('.')[2]}", self.num_open)
         try:
             async with self._slots.held(message["priority"]):
                 reply = await self._reply(message["request"])
         finally:
-            self._opened(call, -1)
+            self._open[call] -= 1
+            self.num_open -= 1
         return reply | {"others": self.num_open - self._open[call]}
 
-    def _opened(self, call: str, change: int) -> None:
-        self._open[call] += change
-        self.num_open += change
-
     async def _reply(self, request: Any) -> dict[str, Any]:
+        assert self._body is not None, "slots are there from `serve` on"
         try:
-            return await self._work(request)
+            await self._lease.begin()
+            invocation = self._activity.begin()
+            in_invocation.set(invocation)
+            try:
+                return {"reply": await self._body(request)}
+            finally:
+                invocation.end()
+                await self._lease.end()
         except SampleFailed as failure:
             return {"failed": str(failure)}
         except OutOfService as left:
@@ -343,17 +346,6 @@ class LiveServe:
             if not self._ended.done():
                 self._ended.set_exception(as_exception(f"a request to {self._port}", error))
             raise LaneFailed(f"{self._port} failed") from error
-
-    async def _work(self, request: Any) -> dict[str, Any]:
-        assert self._body is not None, "slots are there from `serve` on"
-        await self._lease.begin()
-        invocation = self._activity.begin()
-        in_invocation.set(invocation)
-        try:
-            return {"reply": await self._body(request)}
-        finally:
-            invocation.end()
-            await self._lease.end()
 
     def _closed(self, host: str, message: dict[str, Any]) -> None:
         self._callers.discard(message["closed"])
