@@ -82,7 +82,7 @@ def peer(
     async def main() -> None:
         endpoint = await connect("B", pipe, transport, driver_pid)
         inbox, back = Inbox("in"), OutEdge([endpoint.sender(lane(False, capacity))], SHARE)
-        inbox.add(endpoint.receiver(lane(True, capacity)))
+        inbox.add_lane(endpoint.receiver(lane(True, capacity)))
         for _ in range(count):
             delivery = await inbox.take()
             if echo:
@@ -114,7 +114,7 @@ def flowrl(
         ended = asyncio.Event()
         endpoint.on("done", lambda host, body: ended.set())
         edge, inbox = OutEdge([endpoint.sender(lane(True, capacity))], SHARE), Inbox("in")
-        inbox.add(endpoint.receiver(lane(False, capacity)))
+        inbox.add_lane(endpoint.receiver(lane(False, capacity)))
         result = await body(endpoint, edge, inbox)
         await ended.wait()
         await endpoint.close()
@@ -171,7 +171,7 @@ def flowrl_local_rate(size: int, count: int, *, capacity: int = 256) -> float:
         endpoint = Endpoint("A", run_id="bench", driver_pid=os.getpid())
         await endpoint.open()
         edge, inbox = OutEdge([endpoint.sender(spec)], SHARE), Inbox("in")
-        inbox.add(endpoint.receiver(spec))
+        inbox.add_lane(endpoint.receiver(spec))
         acks = Countdown(edge, count)
 
         async def take() -> None:

@@ -103,7 +103,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         task: asyncio.Task[Any] = super().create_task(coro, name=name, context=context)
         owner = in_node.get() if context is None else context.get(in_node)
         if owner is not None:
-            owner.adopt(task)
+            owner.adopt_task(task)
         return task
 
     def call_at(  # type: ignore[override]

@@ -123,7 +123,7 @@ class NodeRig:
         engine.under_test.context.num_replicas = self._around.get("num_replicas", 1)
         for name, collector in self._graph.collectors.items():
             collector.collect = functools.partial(self._collect, name)
-            collector.finish = engine.replicas[f"{collector.name}/0"].open_items.end
+            collector.finish = engine.replicas[f"{collector.name}/0"].open_items.end_item
         within_s = max(SETUP_TIMEOUT_S, self.timeout_s)
         await self._within(engine.setup(), f"the set-up of node {self._graph.name!r} has not ended", within_s)
         if self._resume is not None:

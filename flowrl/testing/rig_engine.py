@@ -116,10 +116,10 @@ class RecordedItems(OpenItems):
         self.parents: dict[bytes, tuple[Message, ...]] = {}
         """Id of a sent message -> the messages that it was made from, without those that were lost."""
 
-    def made(self, parents: Iterable[Item], child_id: bytes) -> None:
+    def note_child(self, parents: Iterable[Item], child_id: bytes) -> None:
         parents = tuple(parents)
         self.parents[child_id] = tuple(item.body for item in parents if item.lost is None and not item.envelope.lost)
-        super().made(parents, child_id)
+        super().note_child(parents, child_id)
 
     def unfinished(self) -> list[Item]:
         """The items that user code, or an incomplete group, still holds."""

@@ -1,9 +1,9 @@
 """What a process is doing: its waits, its event loop, its leases of devices, and why a node that waits is still alive.
 
 `Activity` records the engine's waits of a node replica, for stall reports, quiescence and the view. `HostLoop` records
-what else the node has started (`Pending`), `reasons` judges from both whether something other than another node will
-wake it. `Lease` is one host's side of a lease on shared devices. `PrioritySlots` are places that waiting tasks get in
-order of priority.
+what else the node has started (`Pending`), `reasons_alive` judges from both whether something other than another node
+will wake it. `Lease` is one host's side of a lease on shared devices. `PrioritySlots` are places that waiting tasks get
+in order of priority.
 
 How the code of a node may end: by returning, or by an Exception, which fails the node. Everything else is converted to
 such an exception (`as_failure`). Code that nobody cancelled raises CancelledError when a library cancels what the code
@@ -57,15 +57,15 @@ class PrioritySlots:
         self._num_waiting = 0
 
     @asynccontextmanager
-    async def held(self, priority: int) -> AsyncIterator[None]:
+    async def hold_slot(self, priority: int) -> AsyncIterator[None]:
         """Inside, hold one slot."""
-        await self.take(priority)
+        await self.take_slot(priority)
         try:
             yield
         finally:
-            self.add(1)
+            self.add_slots(1)
 
-    async def take(self, priority: int) -> None:
+    async def take_slot(self, priority: int) -> None:
         """Wait for a slot; `add(1)` gives it back."""
         if self._num_free:
             self._num_free -= 1
@@ -77,7 +77,7 @@ class PrioritySlots:
             await granted
         except asyncio.CancelledError:
             if not granted.cancelled():
-                self.add(1)
+                self.add_slots(1)
             raise
         finally:
             self._num_waiting -= 1
@@ -85,7 +85,7 @@ class PrioritySlots:
                 self._queue = [entry for entry in self._queue if not entry[2].done()]
                 heapq.heapify(self._queue)
 
-    def add(self, number: int) -> None:
+    def add_slots(self, number: int) -> None:
         """Give back slots, or add new ones."""
         self._num_free += number
         while self._num_free and self._queue:
@@ -120,10 +120,10 @@ class Pending:
         """Descriptors that the node's code, or a library that it uses, watches with `add_reader`."""
         self._died = died
 
-    def adopt(self, task: asyncio.Task[Any]) -> None:
+    def adopt_task(self, task: asyncio.Task[Any]) -> None:
         """Make `task` belong to the node until it ends."""
         self.tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._task_ended)
 
     def called(self, call: asyncio.Future[Any]) -> None:
         """Record the future of a function that the node runs in a thread."""
@@ -144,25 +144,25 @@ class Pending:
         in_node.set(self)
         task = asyncio.current_task()
         if task is not None and task not in self.tasks:
-            self.adopt(task)
+            self.adopt_task(task)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
         if task.cancelled():
             if not task.cancelling():
                 self._died(ended_by_itself(asyncio.CancelledError(), task))
-        elif isinstance(error := _raised(task), SystemExit | KeyboardInterrupt):
+        elif isinstance(error := _unseen_exception(task), SystemExit | KeyboardInterrupt):
             self._died(ended_by_itself(error, task))
         elif error is not None:
             task.get_loop().call_later(UNOBSERVED_S, self._unless_observed, task)
 
     def _unless_observed(self, task: asyncio.Task[Any]) -> None:
-        if (error := _raised(task)) is not None:
+        if (error := _unseen_exception(task)) is not None:
             task.exception()  # mark it as retrieved: it is reported here
             self._died(error if isinstance(error, Exception) else ended_by_itself(error, task))
 
 
-def _raised(task: asyncio.Task[Any]) -> BaseException | None:
+def _unseen_exception(task: asyncio.Task[Any]) -> BaseException | None:
     """The task's exception, if nobody has retrieved it yet: asyncio logs such exceptions as never retrieved."""
     return task._exception if task._log_traceback else None
 
@@ -207,7 +207,7 @@ class HostLoop(uvloop.Loop):
         task: asyncio.Task[Any] = super().create_task(coro, name=name, context=context)
         owner = in_node.get() if context is None else context.get(in_node)
         if owner is not None:
-            owner.adopt(task)
+            owner.adopt_task(task)
         return task
 
     def call_later(  # type: ignore[override]
@@ -226,10 +226,10 @@ class HostLoop(uvloop.Loop):
         return cast(asyncio.Future[Any], call)
 
     async def create_server(self, *args: Any, **kwargs: Any) -> Any:
-        return _serving(await super().create_server(*args, **kwargs))
+        return _note_server(await super().create_server(*args, **kwargs))
 
     async def create_unix_server(self, *args: Any, **kwargs: Any) -> Any:
-        return _serving(await super().create_unix_server(*args, **kwargs))
+        return _note_server(await super().create_unix_server(*args, **kwargs))
 
     def add_reader(self, fileobj: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]
         super().add_reader(fileobj, callback, *args)
@@ -243,7 +243,7 @@ class HostLoop(uvloop.Loop):
         return bool(super().remove_reader(fileobj))
 
 
-def _serving(server: Any) -> Any:
+def _note_server(server: Any) -> Any:
     if (owner := in_node.get()) is not None:
         owner.servers.add(server)
     return server
@@ -306,7 +306,7 @@ class Activity:
     - `working` counts the invocations that are inside user code and not in one of the engine's waits. An invocation
       with several concurrent waits (it sends two messages at once) counts as waiting while any of them lasts. A
       checkpoint waits until `working` is 0.
-    - Each wait records the task that waits. `reasons` judges the other tasks of the node.
+    - Each wait records the task that waits. `reasons_alive` judges the other tasks of the node.
     """
 
     node: str
@@ -326,10 +326,10 @@ class Activity:
 
     def begin(self) -> ActiveInvocation:
         """Begin an invocation, which enters user code."""
-        self.work(+1)
+        self.count_working(+1)
         return ActiveInvocation(self)
 
-    def work(self, change: int) -> None:
+    def count_working(self, change: int) -> None:
         self.working += change
         if self.working > 0:
             self._idle.clear()
@@ -385,21 +385,21 @@ class ActiveInvocation:
         stood = self._waits > 0
         self._waits += change
         if not self._over and stood != (self._waits > 0):
-            self._activity.work(1 if stood else -1)
+            self._activity.count_working(1 if stood else -1)
 
     def end(self) -> None:
         """End the invocation, even if some of its waits still last. May be called more than once."""
         if not self._over:
             self._over = True
             if not self._waits:
-                self._activity.work(-1)
+                self._activity.count_working(-1)
 
 
 in_invocation: ContextVar[ActiveInvocation | None] = ContextVar("flowrl_in_invocation", default=None)
 """The invocation that the current task works on."""
 
 
-LOCKS = (asyncio.Lock.acquire.__code__, asyncio.Semaphore.acquire.__code__, PrioritySlots.take.__code__)
+LOCKS = (asyncio.Lock.acquire.__code__, asyncio.Semaphore.acquire.__code__, PrioritySlots.take_slot.__code__)
 GROUP = asyncio.TaskGroup.__aexit__.__code__
 WAIT = asyncio.tasks._wait.__code__  # type: ignore[attr-defined]
 WAIT_FOR = asyncio.wait_for.__code__
@@ -407,7 +407,7 @@ TOLD = 3
 """Number of reasons reported for one node, which may have a thousand tasks."""
 
 
-def reasons(activity: Activity, now_s: float) -> list[str]:
+def reasons_alive(activity: Activity, now_s: float) -> list[str]:
     """What will wake this node, as texts; empty if only another node can wake it. A deadlocked node has none.
 
     Each task of a node is judged separately. Every task counts as alive except these:
@@ -428,7 +428,7 @@ def reasons(activity: Activity, now_s: float) -> list[str]:
         if future is None or future.done():  # it resumes in this tick of the loop, or in the next
             found.append(place_of(task))
         elif task not in waiting:
-            awaited = _awaited(task, future)
+            awaited = _awaited_tasks(task, future)
             if awaited is None or any(other not in pending.tasks for other in awaited):
                 found.append(place_of(task))
     if any(not timer.cancelled() and timer.when() >= now_s for timer in pending.timers):
@@ -441,13 +441,13 @@ def reasons(activity: Activity, now_s: float) -> list[str]:
     return found if len(found) <= TOLD else [*found[:TOLD], f"{len(found) - TOLD} more"]
 
 
-def _awaited(task: asyncio.Task[Any], future: asyncio.Future[Any]) -> list[Any] | None:
+def _awaited_tasks(task: asyncio.Task[Any], future: asyncio.Future[Any]) -> list[Any] | None:
     """The tasks that `task` waits for; [] for a lock; None if it waits for something else."""
     if isinstance(future, asyncio.Task):
         return [future]
     if isinstance(future, asyncio.tasks._GatheringFuture):  # type: ignore[attr-defined]
         return [child for child in future._children if not child.done()]
-    frame = innermost(task)
+    frame = innermost_frame(task)
     if frame is None:
         return None
     if frame.f_code in LOCKS:
@@ -459,12 +459,12 @@ def _awaited(task: asyncio.Task[Any], future: asyncio.Future[Any]) -> list[Any] 
     return [frame.f_locals["fut"]] if frame.f_code is WAIT_FOR else None
 
 
-def innermost(task: asyncio.Task[Any]) -> FrameType | None:
+def innermost_frame(task: asyncio.Task[Any]) -> FrameType | None:
     """The innermost frame of `task` that can be found."""
-    return next(reversed(list(_frames(task))), None)
+    return next(reversed(list(_frames_of(task))), None)
 
 
-def _frames(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+def _frames_of(task: asyncio.Task[Any]) -> Iterator[FrameType]:
     """The frames of `task`, outermost first: of coroutines and of the async generators that they iterate."""
     at: Any = task.get_coro()
     while at is not None:
@@ -479,7 +479,7 @@ def _frames(task: asyncio.Task[Any]) -> Iterator[FrameType]:
 
 def place_of(task: asyncio.Task[Any]) -> str:
     """ "Judge.ask (judge.py:21)": the innermost place of `task` outside of libraries, else the innermost place."""
-    frames = list(_frames(task))
+    frames = list(_frames_of(task))
     if not frames:
         return task.get_name()
     frame = ([frame for frame in frames if not _of_library(frame)] or frames)[-1]
@@ -547,7 +547,7 @@ class Lease:
         self._num_invocations += 1
         try:
             while not self._held or self._change is not None:
-                await self._changed()
+                await self._wait_for_change()
         except (Exception, asyncio.CancelledError):  # whatever a hook raised, the invocation has not begun
             await self.end()
             raise
@@ -562,43 +562,43 @@ class Lease:
             if self._asking is not None:
                 self._asking.cancel()
             try:
-                await self._changed()
+                await self._wait_for_change()
             except asyncio.CancelledError as error:
                 cancel = error
         if cancel is not None:
             raise cancel
 
-    async def _changed(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait for the running change, or start the next one. Cancelling this wait does not stop the change."""
         if self._failed is not None:
             raise self._failed
         if self._change is None:
-            self._change = asyncio.get_running_loop().create_task(self._move())
+            self._change = asyncio.get_running_loop().create_task(self._change_hands())
         change = self._change
         await asyncio.wait((change,))
         change.result()
 
-    async def _move(self) -> None:
+    async def _change_hands(self) -> None:
         try:
-            await (self._give_back() if self._held else self._take())
+            await (self._give_back() if self._held else self._take_lease())
         except Exception as error:  # the hooks are user code; every later request for the lease raises it too
             self._failed = error
             raise
         finally:
             self._change = None
 
-    async def _take(self) -> None:
+    async def _take_lease(self) -> None:
         self._body["claim"] = next(self._claims)
         try:
-            if await self._granted() and self._num_invocations:
+            if await self._request_lock() and self._num_invocations:
                 for node in self.nodes:
-                    await _hook(node, "on_acquire", node.on_acquire)
+                    await _run_hook(node, "on_acquire", node.on_acquire)
                 self._held = True
         finally:
             if not self._held:
-                self._unlock()  # also after a cancel: the driver may have granted the lock already
+                self._release_lock()  # also after a cancel: the driver may have granted the lock already
 
-    async def _granted(self) -> bool:
+    async def _request_lock(self) -> bool:
         """Request the lock from the driver; False if no invocation here needs it any more."""
         asking = self._asking = asyncio.ensure_future(self._link.request("driver", "lock", dict(self._body)))
         await asyncio.wait((asking,))
@@ -611,17 +611,17 @@ class Lease:
     async def _give_back(self) -> None:
         try:
             for node in self.nodes:
-                await _hook(node, "on_release", node.on_release)
+                await _run_hook(node, "on_release", node.on_release)
         finally:
             self._held = False
-            self._unlock()
+            self._release_lock()
 
-    def _unlock(self) -> None:
-        """Tell the driver, without waiting, that the claim of `_take` is over. It need not have been granted."""
+    def _release_lock(self) -> None:
+        """Tell the driver, without waiting, that the claim of `_take_lease` is over. It need not have been granted."""
         self._link.notify("driver", "unlock", dict(self._body))
 
 
-async def _hook(node: Node, name: str, hook: Callable[[], Awaitable[None]]) -> None:
+async def _run_hook(node: Node, name: str, hook: Callable[[], Awaitable[None]]) -> None:
     """Run a hook; every failure names the node. A node boundary."""
     try:
         await hook()

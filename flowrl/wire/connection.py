@@ -89,17 +89,17 @@ class NumberedFrames:
         self._confirmed = 0
         self._admitted = 0
 
-    def numbered(self, frame: Frame) -> Frame:
-        """The frame as it is sent, with the next number. A frame that cannot be sent uses none: `keep` counts."""
+    def number_frame(self, frame: Frame) -> Frame:
+        """The frame as it is sent, with the next number. A frame that cannot be sent uses none: `keep_frame` counts."""
         kind, _, _, seq, payload = frame
         high, low = divmod(self._confirmed + len(self._kept) + 1, 1 << LOW_BITS)
         return kind, high, low, seq, payload
 
-    def keep(self, frame: Frame) -> None:
-        """Keep a frame that `numbered` returned and that was added to the link."""
+    def keep_frame(self, frame: Frame) -> None:
+        """Keep a frame that `number_frame` returned and that was added to the link."""
         self._kept.append(frame)
 
-    def unconfirmed(self) -> list[Frame]:
+    def unconfirmed_frames(self) -> list[Frame]:
         """The frames to repeat over a new connection, oldest first."""
         return list(self._kept)
 
@@ -109,7 +109,7 @@ class NumberedFrames:
             self._kept.popleft()
             self._confirmed += 1
 
-    def admits(self, frame: Frame) -> bool:
+    def admit_frame(self, frame: Frame) -> bool:
         """Whether `frame` is admitted, because it is the next one. A frame without a number is always admitted."""
         number = frame[1] << LOW_BITS | frame[2]
         if not number:
@@ -329,7 +329,7 @@ class Connection:
         self._socket.connect(target.url)
         self.linked = True
 
-    def unlink(self, linger_s: float) -> None:
+    def close_link(self, linger_s: float) -> None:
         """Close the link; flushed frames may still leave within `linger_s`. Frames that become due after it wait."""
         self.linked = False
         self._added.clear()
@@ -345,7 +345,7 @@ class Connection:
         """The host's process is gone: forget what was to be sent there."""
         self.failed = reason
         if self.linked:
-            self.unlink(0)
+            self.close_link(0)
         self._pending.clear()
         self.unflushed.clear()
         self.numbers = NumberedFrames()
@@ -360,7 +360,7 @@ class Connection:
             self._added.append(frame)
         return len(self._added)
 
-    def _flush(self) -> None:
+    def _flush_link(self) -> None:
         """Send all added frames."""
         if self._encoder is not None and self._socket is not None:
             send: Callable[..., Any] = self._socket.send
@@ -387,9 +387,9 @@ class Connection:
             lane.failed = str(error)
             raise WireError(f"lane {lane.spec.name!r}: {error}") from error
         if self._begun != self._flusher.tick and self._eager:
-            self._begin()  # the first message of a tick leaves at once: the peer works while we add the rest
+            self._send_at_once()  # the first message of a tick leaves at once: the peer works while we add the rest
         elif num_added >= lane.burst and self._eager:
-            self._flush()  # a full burst also leaves at once: a consumer must not idle while this loop is busy
+            self._flush_link()  # a full burst also leaves at once: a consumer must not idle while this loop is busy
         elif not self.dirty:
             self._flusher.mark_dirty(self)
 
@@ -405,14 +405,14 @@ class Connection:
         else:
             self._flusher.flush_later()
 
-    def _begin(self) -> None:
+    def _send_at_once(self) -> None:
         """Send the added frames now, without waiting for the end of the tick."""
         self._begun = self._flusher.tick
         self.busy = True
         if self.flush_due:
             self.send_due()
         else:
-            self._flush()
+            self._flush_link()
 
     def send_due(self) -> None:
         """Send everything that is due now."""
@@ -420,42 +420,42 @@ class Connection:
             unflushed, self.unflushed, self.flush_due = self.unflushed, [], False
             for end in unflushed:
                 self._add(end.flush())
-            self._flush()
+            self._flush_link()
 
-    def post(self, frame: Frame) -> None:
+    def post_frame(self, frame: Frame) -> None:
         """Send a frame that belongs to no lane. Raises LaneFailed for a request to a host that is gone."""
         if self.failed and frame[0] == REQUEST:
             raise LaneFailed(f"no request can be sent to host {self.host!r}: {self.failed}")
         if self._flusher.closed:
             return
         if self.linked:
-            self._say(frame)
+            self._add_unlaned(frame)
             self.flush_due = True  # a request's handler has to see acks that were made before the request
             if self._begun != self._flusher.tick and self._eager:
-                self._begin()
+                self._send_at_once()
             else:
                 self._flusher.mark_dirty(self)
         elif not self.failed:
             self._pending.append(frame)
 
-    def _say(self, frame: Frame) -> None:
+    def _add_unlaned(self, frame: Frame) -> None:
         """Add a frame of no lane to the link. Raises WireError for a value that cannot be sent."""
         if self._breaks and frame[0] in NUMBERED:
-            frame = self.numbers.numbered(frame)
+            frame = self.numbers.number_frame(frame)
             self._add([frame])
-            self.numbers.keep(frame)
+            self.numbers.keep_frame(frame)
         else:
             self._add([frame])
 
     def say_pending(self) -> list[tuple[Frame, WireError]]:
         """Add the frames of no lane that were not confirmed, and those that waited for the link. Returns those that
         cannot be sent, with the error."""
-        self._add(self.numbers.unconfirmed())
+        self._add(self.numbers.unconfirmed_frames())
         pending, self._pending = self._pending, []
         unsaid: list[tuple[Frame, WireError]] = []
         for frame in pending:
             try:
-                self._say(frame)
+                self._add_unlaned(frame)
             except WireError as error:
                 unsaid.append((frame, error))
         return unsaid
@@ -463,8 +463,8 @@ class Connection:
     def repeat_unconfirmed(self) -> None:
         """Send the frames of no lane again that may have been lost with a connection."""
         if self.linked:
-            self._add(self.numbers.unconfirmed())
-            self._flush()
+            self._add(self.numbers.unconfirmed_frames())
+            self._flush_link()
 
 
 def notice_silence(socket: zmq.Socket[Any], *, beats: bool) -> None:
@@ -494,10 +494,10 @@ class Monitor:
         self._reconnected = reconnected
         self._connections = 0
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._events.fileno(), self._drain)
-        loop.call_soon(self._drain)  # the descriptor does not signal events from before the reader was added
+        loop.add_reader(self._events.fileno(), self._drain_events)
+        loop.call_soon(self._drain_events)  # the descriptor does not signal events from before the reader was added
 
-    def _drain(self) -> None:
+    def _drain_events(self) -> None:
         while not self._events.closed and self._events.getsockopt(EVENTS) & POLLIN:  # type: ignore[operator]
             self._events.recv_multipart(NOBLOCK)
             self._connections += 1
@@ -521,7 +521,7 @@ class Listener:
         self._overlong: set[zmq.Socket[Any]] = set()
         """Sockets that still hold the rest of a multipart with too many parts."""
 
-    def bind(self, target: Target) -> str:
+    def bind_socket(self, target: Target) -> str:
         """Listen at `target`, and return the url that was bound. Only peers that have the target's keys can connect."""
         socket = self._context.socket(zmq.PULL)
         socket.rcvhwm = 0
@@ -535,12 +535,12 @@ class Listener:
         socket.bind(target.url)
         self._sockets.append(socket)
         loop = asyncio.get_running_loop()
-        loop.add_reader(socket.fileno(), self._drain, socket)
-        loop.call_soon(self._drain, socket)
+        loop.add_reader(socket.fileno(), self._drain_socket, socket)
+        loop.call_soon(self._drain_socket, socket)
         return str(socket.last_endpoint.rstrip(b"\0").decode())
 
-    def _drain(self, socket: zmq.Socket[Any]) -> None:
-        if socket.closed or (socket in self._overlong and not self._skipped(socket)):
+    def _drain_socket(self, socket: zmq.Socket[Any]) -> None:
+        if socket.closed or (socket in self._overlong and not self._skip_rest(socket)):
             return
         recv, get, receive = socket.recv, socket.getsockopt, self._receive
         try:
@@ -554,9 +554,9 @@ class Listener:
             try:
                 receive(parts)
             except BaseException:  # the loop's exception handler gets it; the messages after this one are still read
-                asyncio.get_running_loop().call_soon(self._drain, socket)
+                asyncio.get_running_loop().call_soon(self._drain_socket, socket)
                 raise
-            if self._overlong and not self._skipped(socket):
+            if self._overlong and not self._skip_rest(socket):
                 return
             if not get(EVENTS) & POLLIN:  # type: ignore[operator]
                 return
@@ -571,20 +571,20 @@ class Listener:
                 return
             parts.append(socket.recv(NOBLOCK, copy=False).buffer)
 
-    def _skipped(self, socket: zmq.Socket[Any]) -> bool:
+    def _skip_rest(self, socket: zmq.Socket[Any]) -> bool:
         """Drop the rest of a multipart with too many parts, up to MAX_PARTS in one tick. True if all is dropped."""
         for _ in range(MAX_PARTS):
             if not socket.getsockopt(RCVMORE):
                 self._overlong.discard(socket)
                 return True
             socket.recv(NOBLOCK)
-        asyncio.get_running_loop().call_soon(self._drain, socket)
+        asyncio.get_running_loop().call_soon(self._drain_socket, socket)
         return False
 
-    def drain(self) -> None:
+    def drain_sockets(self) -> None:
         """Receive everything that has arrived."""
         for socket in self._sockets:
-            self._drain(socket)
+            self._drain_socket(socket)
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
@@ -605,14 +605,14 @@ class Authenticator:
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket.fileno(), self._drain)
-        loop.call_soon(self._drain)
+        loop.add_reader(self._socket.fileno(), self._drain_requests)
+        loop.call_soon(self._drain_requests)
 
-    def _drain(self) -> None:
+    def _drain_requests(self) -> None:
         while not self._socket.closed and self._socket.getsockopt(EVENTS) & POLLIN:
-            self._socket.send_multipart(self._answer(self._socket.recv_multipart(NOBLOCK)))
+            self._socket.send_multipart(self._answer_request(self._socket.recv_multipart(NOBLOCK)))
 
-    def _answer(self, parts: list[bytes]) -> list[bytes]:
+    def _answer_request(self, parts: list[bytes]) -> list[bytes]:
         caller, empty, version, request, _domain, _ip, _identity, mechanism, *credentials = parts
         known = mechanism == b"CURVE" and credentials == [self._key]
         status, text = (b"200", b"OK") if known else (b"400", b"not of this run")
@@ -631,7 +631,7 @@ class IpcTransport:
 
     def open(self, listener: Listener, path: Path) -> str:
         """Listen at the unix socket `path`. Returns the url for other machines, "" if there is none."""
-        listener.bind(Target(f"ipc://{path}"))
+        listener.bind_socket(Target(f"ipc://{path}"))
         path.chmod(0o600)
         return ""
 
@@ -659,7 +659,7 @@ class TcpTransport(IpcTransport):
 
     def open(self, listener: Listener, path: Path) -> str:
         super().open(listener, path)
-        return listener.bind(Target(f"tcp://{self.ip or local_ip()}:*", self.keys))
+        return listener.bind_socket(Target(f"tcp://{self.ip or local_ip()}:*", self.keys))
 
     def target(self, there: Address, *, near: bool) -> Target:
         if near:

@@ -95,7 +95,7 @@ class Control:
         """Send a note. Nothing comes back: an error of its handler is reported at `host`."""
         self._post(host, (NOTIFY, 0, 0, 0, (kind, body)))
 
-    def waiting(self) -> list[tuple[str, str, float]]:
+    def waiting_requests(self) -> list[tuple[str, str, float]]:
         """(host, kind, time.monotonic() of its start) of every request that has no answer yet."""
         return [(host, kind, since) for host, kind, since, _ in self._waiting.values()]
 
@@ -119,19 +119,19 @@ class Control:
             work.stop()
         await asyncio.gather(*(work.task for work in works), return_exceptions=True)
 
-    def receive(self, host: str, frame: Frame) -> None:
+    def receive_frame(self, host: str, frame: Frame) -> None:
         """Take one REQUEST, REPLY, ABORT or NOTIFY frame from `host`."""
         kind, _, _, number, payload = frame
         if kind == NOTIFY:
-            self._begin(host, 0, *payload)
+            self._begin_work(host, 0, *payload)
         elif kind == REQUEST:
-            self._begin(host, number, *payload)
+            self._begin_work(host, number, *payload)
         elif kind == REPLY:
-            self._settle(host, number, *payload)
+            self._settle_request(host, number, *payload)
         elif (host, number) in self._works:
             self._works[host, number].stop()
 
-    def _begin(self, host: str, number: int, kind: str, body: Any) -> None:
+    def _begin_work(self, host: str, number: int, kind: str, body: Any) -> None:
         """Run the handler: a plain function that handles a note at once, any other handler in its own task."""
         answer = self._answers.get(kind)
         if answer is not None and not inspect.iscoroutinefunction(answer) and not number:
@@ -139,11 +139,11 @@ class Control:
         elif not self._closed:
             key = host, number or -next(self._numbers)
             work = self._works[key] = Work(host, number, kind)
-            begun = self._work(work, answer, body)
+            begun = self._run_work(work, answer, body)
             work.task = asyncio.get_running_loop().create_task(begun, context=self._context.copy())
-            work.task.add_done_callback(lambda _: self._ended(key, work))
+            work.task.add_done_callback(lambda _: self._forget_work(key, work))
 
-    def _ended(self, key: tuple[str, int], work: Work) -> None:
+    def _forget_work(self, key: tuple[str, int], work: Work) -> None:
         if self._works.get(key) is work:  # a new incarnation of the host may reuse the number
             del self._works[key]
 
@@ -153,7 +153,7 @@ class Control:
         except BaseException as error:  # the sender does not wait: report it to the owner of this endpoint
             self._report(as_exception(f"the handler of {kind!r}", error))
 
-    async def _work(self, work: Work, answer: Answer | None, body: Any) -> None:
+    async def _run_work(self, work: Work, answer: Answer | None, body: Any) -> None:
         try:
             if answer is None:
                 raise WireError(f"host {work.host!r} sent {work.kind!r}, for which this host has no handler")
@@ -163,11 +163,11 @@ class Control:
         except GeneratorExit:  # the loop has ended
             raise
         except BaseException as error:  # sent to the requester, or reported to the endpoint's owner
-            self._fail(work, as_exception(f"the handler of {work.kind!r}", error))
+            self._send_error(work, as_exception(f"the handler of {work.kind!r}", error))
         else:
-            self._reply(work, value)
+            self._send_reply(work, value)
 
-    def _fail(self, work: Work, error: Exception) -> None:
+    def _send_error(self, work: Work, error: Exception) -> None:
         if not work.wanted:
             return
         if not work.number:
@@ -179,15 +179,15 @@ class Control:
             plain = FlowrlError(ascii(str(error)))
             self._post(work.host, (REPLY, 0, 0, work.number, (False, _as_data(plain))))
 
-    def _reply(self, work: Work, value: Any) -> None:
+    def _send_reply(self, work: Work, value: Any) -> None:
         if not work.number or not work.wanted:
             return
         try:
             self._post(work.host, (REPLY, 0, 0, work.number, (True, value)))
         except WireError as error:
-            self._fail(work, WireError(f"answer to {work.kind!r}: {error}"))
+            self._send_error(work, WireError(f"answer to {work.kind!r}: {error}"))
 
-    def _settle(self, host: str, number: int, good: bool, value: Any) -> None:
+    def _settle_request(self, host: str, number: int, good: bool, value: Any) -> None:
         """Give a request its answer: a value, or an error of `_as_data` if not `good`. Drops answers nobody awaits."""
         waiting = self._waiting.get(number)
         if waiting is None or waiting[0] != host or waiting[3].done():

@@ -52,7 +52,7 @@ class SendGate:
         self._blocked_since = 0.0
         """When the queue was empty for the last time (time.monotonic); valid only while a send waits."""
 
-    def since(self) -> float | None:
+    def waiting_since(self) -> float | None:
         """When the longest wait began (time.monotonic), None if no send waits."""
         return next((began for _, began in self.waiting.values()), None)
 
@@ -60,7 +60,7 @@ class SendGate:
         """Seconds in which at least one send has waited; sends that wait at the same time count once."""
         return self._blocked_s + (time.monotonic() - self._blocked_since if self.waiting else 0.0)
 
-    async def wait(self, ready: Ready) -> None:
+    async def wait_turn(self, ready: Ready) -> None:
         """Wait until `ready()` is true; the caller must send before it awaits again.
 
         An exception that `ready` raises ends the wait. Sends that need the same credit pass an equal `ready`.
@@ -76,7 +76,7 @@ class SendGate:
                 woken: asyncio.Future[None] = loop.create_future()
                 self.waiting[me] = woken, began  # assigning the key again keeps this send's place in the order
                 same[me] = None
-                self.wake()
+                self.wake_next()
                 await woken
                 self._woken = None
                 if ready() and not self.paused:
@@ -88,21 +88,21 @@ class SendGate:
             if self._woken == me:
                 self._woken = None
             if self.waiting:
-                loop.call_soon(self.wake)  # not now: the caller must use its credit first
+                loop.call_soon(self.wake_next)  # not now: the caller must use its credit first
             else:
                 self._blocked_s += time.monotonic() - self._blocked_since
 
-    def wake(self) -> None:
+    def wake_next(self) -> None:
         """Wake the first send that may proceed. After it has sent, or was cancelled, it wakes the next."""
         if self._woken is not None:
             return
-        first = min((next(iter(same)) for ready, same in self._needs.items() if self._possible(ready)), default=None)
+        first = min((next(iter(same)) for ready, same in self._needs.items() if self._may_proceed(ready)), default=None)
         if first is not None:
             self._woken = first
             if not (woken := self.waiting[first][0]).done():  # done if the send was cancelled in this tick
                 woken.set_result(None)
 
-    def _possible(self, ready: Ready) -> bool:
+    def _may_proceed(self, ready: Ready) -> bool:
         """Whether a send that waits for `ready` may proceed, or has to raise."""
         try:
             return ready() and not self.paused
@@ -140,7 +140,7 @@ class OutEdge:
 
     def _wake_sends(self) -> None:
         if self.gate.waiting:
-            self.gate.wake()
+            self.gate.wake_next()
 
     def ids(self, envelope: Envelope) -> list[bytes]:
         """Ids of the messages sent for `envelope`: each consumer of a broadcast, and each rank of a gang, gets one."""
@@ -166,7 +166,7 @@ class OutEdge:
             only.send(envelope)  # most sends: one lane, with credit. This path avoids function calls
         elif rule.any_one:
             if queued or not self._any_ready():
-                await self.gate.wait(self._any_ready)
+                await self.gate.wait_turn(self._any_ready)
             # The lane with the most credits, round-robin among equals.
             self._first = first = (self._first + 1) % len(self.lanes)
             max((*self.lanes[first:], *self.lanes[:first]), key=lambda lane: lane.credits).send(envelope)
@@ -177,9 +177,9 @@ class OutEdge:
                 if (ready := self._ready.get(indices)) is None:
                     ready = self._ready[indices] = lambda: all([lane.can_send() for lane in lanes])  # noqa: C419
                 if queued or not ready():
-                    await self.gate.wait(ready)
+                    await self.gate.wait_turn(ready)
             if rule.splits:
-                parts = self._split(envelope.body)
+                parts = self._split_body(envelope.body)
                 messages = [self._part_with(envelope, *one) for one in zip(self.lanes, parts, strict=True)]
             else:
                 messages = [copy for _, copy in self.addressed(envelope)] if rule.copies else [envelope] * len(lanes)
@@ -195,10 +195,10 @@ class OutEdge:
                 message = envelope
                 if self.rule.splits:  # a tombstone is not split, it replaces the part
                     lost = isinstance(envelope.body, Tombstone)
-                    body = envelope.body if lost else self._split(envelope.body)[index]
+                    body = envelope.body if lost else self._split_body(envelope.body)[index]
                     message = self._part_with(envelope, lane, body)
                 if self.gate.paused or self.gate.waiting or not lane.can_send():
-                    await self.gate.wait(lane.can_send)
+                    await self.gate.wait_turn(lane.can_send)
                 lane.send(message)
 
     def _any_ready(self) -> bool:
@@ -212,7 +212,7 @@ class OutEdge:
         self._part_of[part.id] = envelope.id
         return part
 
-    def _split(self, body: Any) -> Sequence[Any]:
+    def _split_body(self, body: Any) -> Sequence[Any]:
         """The part of each lane."""
         split = getattr(body, "split", None)
         if split is None:
@@ -238,7 +238,7 @@ class OutEdge:
         Sends on a latest edge continue: they never wait, and a checkpoint stores none of their messages.
         """
         self.gate.paused = paused
-        self.gate.wake()
+        self.gate.wake_next()
 
     def on_taken(self, callback: Ids) -> None:
         """As `SenderLane.on_taken`; a message on several lanes is reported once for each lane."""
@@ -324,17 +324,17 @@ class Inbox:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._waiting_since = 0.0
 
-    def add(self, lane: ReceiverLane) -> None:
+    def add_lane(self, lane: ReceiverLane) -> None:
         """Also deliver the messages of `lane`."""
         self.lanes.append(lane)
-        lane.share(self._seen)
+        lane.share_seen(self._seen)
         lane.open_to(self, self._note_change)
 
     def restore(self, envelope: Envelope) -> None:
         """Deliver a message from a checkpoint: after those restored before it, and before any message that arrives."""
         self._seen.restore(envelope.id)
         self._restored.append(envelope)
-        self._wake()
+        self._wake_next()
 
     async def take(self) -> Delivery:
         """Return the next message and give its credit back; the caller has to ack it.
@@ -346,16 +346,16 @@ class Inbox:
         while True:
             for lane in self.lanes:
                 if lane.failed:
-                    self._wake()
+                    self._wake_next()
                     raise LaneFailed(f"lane {lane.spec.name!r}: {lane.failed}")
             if self._restored:
-                return Delivery(self._restored.popleft(), self._seen.finish)
+                return Delivery(self._restored.popleft(), self._seen.finish_message)
             if self._ready:
                 return self._take_next()
             if all(lane.ended for lane in self.lanes):
-                self._wake()
+                self._wake_next()
                 raise EndOfStream
-            await self._wait()
+            await self._wait_woken()
 
     def newest(self) -> Any:
         """For latest edges: the newest message of all lanes, None before the first."""
@@ -376,12 +376,12 @@ class Inbox:
         elif len(ready) > 1:
             ready.rotate(-1)  # round-robin: the next lane is first at the next `take`
         if self._waiting:
-            self._wake()
+            self._wake_next()
         delivery = _new(Delivery)  # a hot path: its `__init__` would take twice as long
         delivery.envelope, delivery._finish = envelope, lane.finish
         return delivery
 
-    async def _wait(self) -> None:
+    async def _wait_woken(self) -> None:
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._waiting_since = time.monotonic()
@@ -390,12 +390,14 @@ class Inbox:
             await woken
         except asyncio.CancelledError:
             if not woken.cancelled():
-                self._wake()  # woken and cancelled in one tick: pass the message on to the next taker
-            elif woken in self._waiting:  # else `_wake` has removed this future in the same tick, and woken the next
+                self._wake_next()  # woken and cancelled in one tick: pass the message on to the next taker
+            elif (
+                woken in self._waiting
+            ):  # else `_wake_next` has removed this future in the same tick, and woken the next
                 self._waiting.remove(woken)
             raise
 
-    def _wake(self) -> None:
+    def _wake_next(self) -> None:
         while self._waiting:
             woken = self._waiting.popleft()
             if not woken.done():
@@ -410,4 +412,4 @@ class Inbox:
             lane.listed = False
             self._ready.remove(lane)
         if self._waiting and (lane.ready or lane.ended or lane.failed):
-            self._wake()
+            self._wake_next()

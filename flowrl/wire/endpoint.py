@@ -130,10 +130,10 @@ class Endpoint:
         self._receivers: dict[int, ReceiverLane] = {}
         self._parked: dict[tuple[bool, int], list[Frame]] = {}
         """(is for a sender, lane number): frames."""
-        self._control = Control(lambda host, frame: self.connection(host).post(frame), self._failed)
+        self._control = Control(lambda host, frame: self.connection(host).post_frame(frame), self._failed)
         prefix = run_prefix(run_id, driver_pid)
         self._slab = Slab(prefix, host, incarnation)
-        self._attached = Attached(prefix, self._unseen)
+        self._attached = Attached(prefix, self._block_unseen)
         self._decoder = MessageDecoder(self._attached.array)
         self._left: set[str] = set()
         """Hosts for which `peer_left` was called."""
@@ -149,7 +149,7 @@ class Endpoint:
         # A peer on another machine takes three sockets, and zmq allows 1,023 by default.
         self._context.set(zmq.MAX_SOCKETS, int(self._context.get(zmq.SOCKET_LIMIT)))
         _contexts.add(self._context)
-        self._listener = Listener(self._context, self._arrived)
+        self._listener = Listener(self._context, self._receive_parts)
         path = ipc_path(self._run_id, self._driver_pid, self.host, self.incarnation)
         url = self._transport.open(self._listener, path)
         self.address = Address(self.host, self.incarnation, self._machine, os.getpid(), str(path), url)
@@ -162,18 +162,18 @@ class Endpoint:
         if self._flusher.closed or not hasattr(self, "address"):
             return
         await self._control.close()
-        self._listener.drain()
+        self._listener.drain_sockets()
         for connection in self._connections.values():
-            connection.post((BYE, 0, 0, 0, None))
+            connection.post_frame((BYE, 0, 0, 0, None))
         self._flusher.close()
         lanes: list[SenderLane | ReceiverLane] = [*self._senders.values(), *self._receivers.values()]
         for lane in lanes:
             lane.failed = lane.failed or "this endpoint was closed"
-            _wake(lane)
+            _wake_waiters(lane)
         self._listener.close()
         for connection in self._connections.values():
             if connection.linked:  # frames that become due from here on are dropped
-                connection.unlink(LINGER_S)
+                connection.close_link(LINGER_S)
         _local.pop(self.address.ipc, None)
         await self._loop.run_in_executor(None, self._context.term)
         _contexts.discard(self._context)
@@ -203,9 +203,9 @@ class Endpoint:
         near = address.machine == self._machine
         target = None if neighbour is not None else self._transport.target(address, near=near)
         if connection.incarnation not in (None, address.incarnation):
-            self._fail(connection, "its process was restarted", ())
+            self._fail_peer(connection, "its process was restarted", ())
         if connection.linked:
-            connection.unlink(LINGER_S)
+            connection.close_link(LINGER_S)
         connection.failed, connection.incarnation = "", address.incarnation
         if neighbour is not None:
             deliver = neighbour.deliver_from(self._loop)
@@ -213,18 +213,18 @@ class Endpoint:
         elif target is not None:
             place = self._slab.lender(host) if near else None
             encoder = MessageEncoder(self.host, self.incarnation, place)
-            connection.link_socket(self._context, target, encoder, lambda: self._reconnected(host))
+            connection.link_socket(self._context, target, encoder, lambda: self._compare_lanes(host))
 
-        for lane in self._lanes(host):
-            session = self._session(lane.spec)
+        for lane in self._lanes_of(host):
+            session = self._session_of(lane.spec)
             if lane.session != session:
                 lane.restart(session)
-                _wake(lane)
+                _wake_waiters(lane)
             connection.unflushed.append(lane)
         for frame, error in connection.say_pending():
             if frame[0] == REQUEST:  # its caller gets the error as the answer
                 told = False, {"type": "WireError", "text": str(error)}
-                self._control.receive(host, (REPLY, 0, 0, frame[3], told))
+                self._control.receive_frame(host, (REPLY, 0, 0, frame[3], told))
             else:
                 self._failed(error)
         connection.send_due()
@@ -237,7 +237,7 @@ class Endpoint:
 
         Messages kept for it stay kept, for `connect` to a new process.
         """
-        self._fail(self.connection(host), reason, self._lanes(host))
+        self._fail_peer(self.connection(host), reason, self._lanes_of(host))
 
     def peer_left(self, host: str, reason: str) -> None:
         """Like `peer_failed`, for a process that the run continues without. Frames that have arrived still count.
@@ -245,7 +245,7 @@ class Endpoint:
         Do not call this from a handler of notes: it processes all frames that have arrived, even before the remaining
         frames that came together with the note.
         """
-        self._listener.drain()
+        self._listener.drain_sockets()
         self._left.add(host)
         self.peer_failed(host, reason)
 
@@ -253,7 +253,7 @@ class Endpoint:
         """Whether `peer_left` was called for `host`."""
         return host in self._left
 
-    def _fail(self, connection: Connection, reason: str, lanes: Iterable[SenderLane | ReceiverLane]) -> None:
+    def _fail_peer(self, connection: Connection, reason: str, lanes: Iterable[SenderLane | ReceiverLane]) -> None:
         """The process of a host is gone: fail `lanes` and the requests to it. It reads no shared memory of ours, and
         waits for no answer."""
         connection.fail(reason)
@@ -262,13 +262,13 @@ class Endpoint:
         self._control.peer_failed(connection.host, reason)
         for lane in lanes:
             lane.failed = f"the process at the other end failed: {reason}"
-            _wake(lane)
+            _wake_waiters(lane)
 
-    def _reconnected(self, host: str) -> None:
+    def _compare_lanes(self, host: str) -> None:
         """The connection to `host` was lost and restored: find out which frames are missing, and repeat them."""
         connection = self.connection(host)
         connection.num_comparisons += 1
-        for lane in self._lanes(host):
+        for lane in self._lanes_of(host):
             lane.say_hello()
             connection.unflushed.append(lane)
         connection.unflushed.append(connection.numbers)
@@ -277,20 +277,20 @@ class Endpoint:
 
     # Lanes
 
-    def _session(self, spec: LaneSpec) -> int:
+    def _session_of(self, spec: LaneSpec) -> int:
         """The session of a lane that starts or ends here."""
         producer, consumer = self.connection(spec.producer_host), self.connection(spec.consumer_host)
         return session_number(producer.incarnation or 0, consumer.incarnation or 0)
 
-    def _lanes(self, host: str) -> list[SenderLane | ReceiverLane]:
+    def _lanes_of(self, host: str) -> list[SenderLane | ReceiverLane]:
         """Every lane to and from `host`."""
         senders = [lane for lane in self._senders.values() if lane.spec.consumer_host == host]
         return [*senders, *(lane for lane in self._receivers.values() if lane.spec.producer_host == host)]
 
     def sender(self, spec: LaneSpec) -> SenderLane:
         """Create the producer's end of a lane that starts here. Once per lane; give it to an `OutEdge`."""
-        lane = (LatestSender if spec.kind == "latest" else SenderLane)(spec, self._session(spec))
-        _register(self._senders, lane)
+        lane = (LatestSender if spec.kind == "latest" else SenderLane)(spec, self._session_of(spec))
+        _register_lane(self._senders, lane)
         lane.on_out = self.connection(spec.consumer_host).send_lane
         lane.on_out(lane)
         for frame in self._parked.pop((True, spec.number), ()):
@@ -299,8 +299,8 @@ class Endpoint:
 
     def receiver(self, spec: LaneSpec) -> ReceiverLane:
         """Create the consumer's end of a lane that ends here. Once per lane; add it to an `Inbox`."""
-        lane = (LatestReceiver if spec.kind == "latest" else ReceiverLane)(spec, self._session(spec))
-        _register(self._receivers, lane)
+        lane = (LatestReceiver if spec.kind == "latest" else ReceiverLane)(spec, self._session_of(spec))
+        _register_lane(self._receivers, lane)
         lane.on_unflushed = self.connection(spec.producer_host).flush_soon
         lane.on_open = self._deliver_parked
         return lane
@@ -308,7 +308,7 @@ class Endpoint:
     def _deliver_parked(self, lane: ReceiverLane) -> None:
         for frame in self._parked.pop((False, lane.spec.number), ()):
             self._pass_to_receiver(lane, frame)
-        self._touched(lane)
+        self._after_frames(lane)
 
     # Requests and notes
 
@@ -382,12 +382,12 @@ class Endpoint:
             for inbox in inboxes.values()
             if (since := inbox.waiting_since()) is not None
         ]
-        asked = self._control.waiting()
+        asked = self._control.waiting_requests()
         return waits + [LaneWait("reply", f"{kind} of {host}", now - since) for host, kind, since in asked]
 
     # Frames in
 
-    def _arrived(self, parts: list[Any]) -> None:
+    def _receive_parts(self, parts: list[Any]) -> None:
         """A multipart has arrived."""
         try:
             host, incarnation = self._decoder.sender(parts[0])
@@ -409,7 +409,7 @@ class Endpoint:
         number = -1
         for frame in frames:
             if isinstance(frame, Refused):
-                self._refuse(host, frame)
+                self._refuse_message(host, frame)
             elif frame[0] in TO_RECEIVER:
                 if frame[1] != number:  # frames of one lane arrive together: one look-up for all
                     number = frame[1]
@@ -429,16 +429,16 @@ class Endpoint:
             elif frame[0] == CONFIRM:
                 peer.numbers.on_confirm(frame[3])
             elif frame[0] == RELEASE:
-                self._slab.free(host, frame[4])
+                self._slab.free_blocks(host, frame[4])
             elif frame[0] >= REQUEST:
-                if peer.numbers.admits(frame):
-                    self._control.receive(host, frame)
+                if peer.numbers.admit_frame(frame):
+                    self._control.receive_frame(host, frame)
             elif (sender := self._senders.get(frame[1])) is not None:
                 self._pass_to_sender(sender, frame)
             else:
                 self._parked.setdefault((True, frame[1]), []).append(frame)
         for lane in touched:
-            self._touched(lane)
+            self._after_frames(lane)
         if peer.numbers.has_unflushed:
             self._flusher.confirm_later()
 
@@ -447,7 +447,7 @@ class Endpoint:
             self.connection(lane.spec.producer_host).num_comparisons += 1
         lane.take_frame(frame)
 
-    def _touched(self, lane: ReceiverLane) -> None:
+    def _after_frames(self, lane: ReceiverLane) -> None:
         """Wake the consumer, and flush credits or acks if any are due."""
         lane.on_change(lane)
         if lane.out or lane.has_unflushed:
@@ -463,10 +463,10 @@ class Endpoint:
     def _peer_closed(self, peer: Connection) -> None:
         """The peer has closed its endpoint: fail the lanes that would otherwise wait for it forever."""
         if peer.linked and peer.host != self.host:
-            cut_off = [lane for lane in self._lanes(peer.host) if not lane.closed]
-            self._fail(peer, "it closed its endpoint before the end of the stream", cut_off)
+            cut_off = [lane for lane in self._lanes_of(peer.host) if not lane.closed]
+            self._fail_peer(peer, "it closed its endpoint before the end of the stream", cut_off)
 
-    def _refuse(self, host: str, frame: Refused) -> None:
+    def _refuse_message(self, host: str, frame: Refused) -> None:
         lane = self._receivers.get(frame.lane)
         if lane is None:
             self._failed(WireError(f"host {host!r} sent {frame.reason}"))
@@ -480,26 +480,26 @@ class Endpoint:
         """The function that an endpoint on `loop`, in this process, calls to deliver frames."""
         if loop is self._loop:
             return self.receive_frames
-        return lambda host, incarnation, frames: self._threadsafe(self.receive_frames, host, incarnation, frames)
+        return lambda host, incarnation, frames: self._call_on_loop(self.receive_frames, host, incarnation, frames)
 
-    def _threadsafe(self, call: Callable[..., None], *args: Any) -> None:
+    def _call_on_loop(self, call: Callable[..., None], *args: Any) -> None:
         if not self._flusher.closed and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
 
-    def _unseen(self, host: str, incarnation: int, block: SlabBlock) -> None:
+    def _block_unseen(self, host: str, incarnation: int, block: SlabBlock) -> None:
         """No array in this process refers to this block of a peer's slab any more. Called from any thread."""
-        self._threadsafe(self._give_back, host, incarnation, block)
+        self._call_on_loop(self._give_back, host, incarnation, block)
 
     def _give_back(self, host: str, incarnation: int, block: SlabBlock) -> None:
         connection = self.connection(host)
         if connection.incarnation == incarnation:
-            connection.post((RELEASE, 0, 0, 0, (block,)))
+            connection.post_frame((RELEASE, 0, 0, 0, (block,)))
 
     def _to_loop(self, error: BaseException) -> None:
         self._loop.call_exception_handler({"message": f"flowrl endpoint {self.host!r}: {error}", "exception": error})
 
 
-def _wake(lane: SenderLane | ReceiverLane) -> None:
+def _wake_waiters(lane: SenderLane | ReceiverLane) -> None:
     """Let those who wait at the lane see that it has failed or restarted."""
     if isinstance(lane, SenderLane):
         lane.on_change()
@@ -507,7 +507,7 @@ def _wake(lane: SenderLane | ReceiverLane) -> None:
         lane.on_change(lane)
 
 
-def _register(lanes: dict[int, Any], lane: SenderLane | ReceiverLane) -> None:
+def _register_lane(lanes: dict[int, Any], lane: SenderLane | ReceiverLane) -> None:
     other = lanes.get(lane.spec.number)
     if other is not None:
         raise ConfigError(f"lanes {other.spec.name!r} and {lane.spec.name!r} have the same number; rename one node")

@@ -18,7 +18,7 @@ from flowrl.graph.ports import Members
 from flowrl.messages import Message, Record, Tombstone
 from flowrl.wire.activity import ActiveInvocation, Activity, Lease, as_failure, in_invocation
 from flowrl.wire.edges import Delivery, EndOfStream, Inbox
-from flowrl.wire.items import NOT_ROUTED, Item, OpenGroup, OpenItems, PortOwner, at_hand, current, tombstone
+from flowrl.wire.items import NOT_ROUTED, Item, OpenGroup, OpenItems, PortOwner, at_hand, current, make_tombstone
 
 
 class Merge:
@@ -38,7 +38,7 @@ class Merge:
         self._came: dict[tuple[str, int], list[Item | None]] = {}
         """Sample -> its arrivals so far: tombstones, and None for the message, which has passed."""
 
-    def add(self, item: Item) -> tuple[Item | None, Sequence[Item]]:
+    def add_arrival(self, item: Item) -> tuple[Item | None, Sequence[Item]]:
         """(item that passes now, if any; items that end now)."""
         envelope = item.envelope
         if not envelope.group_id:
@@ -66,7 +66,7 @@ class Merge:
         first.others = tuple(one for one in tombstones if one is not first)
         return first, ()
 
-    def rest(self) -> list[Item]:
+    def take_rest(self) -> list[Item]:
         """The tombstones that still wait at the end of the stream; the caller ends them."""
         waiting = [one for came in self._came.values() for one in came if one is not None]
         self._came.clear()
@@ -174,7 +174,7 @@ class Invocations:
         return self
 
     async def __anext__(self) -> Any:
-        await self._finish()
+        await self._finish_given()
         if self._next is None:
             self._next = await self._pull()
         if self._next is None:
@@ -185,7 +185,7 @@ class Invocations:
         self._given.enter()
         return self._given.value
 
-    async def _finish(self) -> None:
+    async def _finish_given(self) -> None:
         if self._given is None:
             return
         if not self._left:
@@ -268,25 +268,25 @@ class Inbound:
 
     async def take(self) -> Item | None:
         """The next item, tombstones included; None at end of stream."""
-        while (delivery := await self._delivery()) is not None:
-            item = self._open_items.take(delivery, self.port)
+        while (delivery := await self._next_delivery()) is not None:
+            item = self._open_items.take_delivery(delivery, self.port)
             if isinstance(lost := item.body, Tombstone) and lost.whole_group:
-                self._open_items.given_up.add(lost.group_id, lost.state, lost.reason)
+                self._open_items.given_up.give_up_group(lost.group_id, lost.state, lost.reason)
             if self._merge is None:
                 return item
-            going, over = self._merge.add(item)
-            self._end(over)
+            going, over = self._merge.add_arrival(item)
+            self._end_items(over)
             if going is not None:
                 return going
         if self._merge is not None:
-            self._end(self._merge.rest())
+            self._end_items(self._merge.take_rest())
         return None
 
-    def _end(self, items: Sequence[Item]) -> None:
+    def _end_items(self, items: Sequence[Item]) -> None:
         for item in items:
-            self._open_items.end(item)
+            self._open_items.end_item(item)
 
-    async def _delivery(self) -> Delivery | None:
+    async def _next_delivery(self) -> Delivery | None:
         with self._activity.waiting("item", self.port, inside=None):
             while True:
                 if not self._ahead:  # a take that was cancelled at the gate has left its delivery there
@@ -310,20 +310,20 @@ class Inbound:
         while (item := await self.take()) is not None:
             if isinstance(item.body, Tombstone):
                 self.owner.forward(item.whole, item.body)
-            elif (why := self._open_items.given_up.why(item.envelope.group_id)) is not None:
-                self._drop(item, *why)
+            elif (why := self._open_items.given_up.reason_of(item.envelope.group_id)) is not None:
+                self._drop_item(item, *why)
             else:
                 return item
         return None
 
     def work_on(self, item: Item) -> Invocation:
         """The invocation of one item, or of the joined sample that `item` is a part of. The engine ends it."""
-        return self._invocation(item.given, [item], whole=item, end=self._finish)
+        return self._make_invocation(item.given, [item], whole=item, end=self._finish_item)
 
-    def _invocation(self, value: Any, items: list[Item], **ends: Any) -> Invocation:
+    def _make_invocation(self, value: Any, items: list[Item], **ends: Any) -> Invocation:
         return Invocation(value, items, lease=self._lease, activity=self._activity, owner=self.owner, **ends)
 
-    async def _finish(self, item: Item) -> None:
+    async def _finish_item(self, item: Item) -> None:
         await self.owner.leave(item.whole)
         for part in item.whole:
             self._open_items.end_invocation(part, sink=self._sink)
@@ -368,27 +368,27 @@ class Inbound:
         self, body: Callable[[Any], Awaitable[None]], item: Item, is_ending: Callable[[], bool]
     ) -> None:
         given_up, group_id = self._open_items.given_up, item.envelope.group_id
-        given_up.begin(group_id)
+        given_up.begin_work(group_id)
         try:
             await body(item.body)
         except SampleFailed as failure:
-            self._drop(item, "failed", str(failure))
+            self._drop_item(item, "failed", str(failure))
         except BaseException as error:  # the boundary to the node's body, which may raise anything
-            why = given_up.why(group_id)
+            why = given_up.reason_of(group_id)
             if why is None or is_ending() or not isinstance(error, asyncio.CancelledError):
                 raised = as_failure(error, cancelled=is_ending())
                 raise raised from raised.__cause__
-            self._drop(item, *why)
+            self._drop_item(item, *why)
         finally:
-            given_up.end(group_id)
+            given_up.end_work(group_id)
 
     def groups(self, size: int) -> AsyncIterator[Members[Any]]:
-        return self.grouped(self.take, size)
+        return self.group_items(self.take, size)
 
     def join(self, others: Sequence[Any]) -> Any:
         return Joined((self, *others))
 
-    def grouped(self, take: Take, size: int, close: Callable[[], None] = lambda: None) -> Invocations:
+    def group_items(self, take: Take, size: int, close: Callable[[], None] = lambda: None) -> Invocations:
         """The groups formed from the items of `take`; a joined sample is represented by one of its parts."""
 
         async def pull() -> Invocation | None:
@@ -396,12 +396,12 @@ class Inbound:
                 group = self._add_member(item, size)
                 if not group.complete:
                     continue
-                why = self._open_items.given_up.why(group.group_id)
+                why = self._open_items.given_up.reason_of(group.group_id)
                 if group.items and why is None:
                     given = tuple(group.items[member].given for member in sorted(group.items))
                     lost: Any = tuple(group.lost[member].body for member in sorted(group.lost))
                     members = Members(group.group_id, group.ticket, group.size, given, lost)
-                    return self._invocation(members, list(group.items.values()))
+                    return self._make_invocation(members, list(group.items.values()))
                 last: Any = next(iter(group.lost.values())).body if group.lost else None
                 state, reason = why or (last.state, last.reason)
                 self._lose_group(group, state, reason)
@@ -436,7 +436,7 @@ class Inbound:
     def _lose_group(self, group: OpenGroup, state: str, reason: str) -> None:
         """No member of the group is left: forward one marker for the whole group, under its ticket."""
         items = [part for item in (*group.items.values(), *group.lost.values()) for part in item.whole]
-        ids = dict.fromkeys(i for item in items for i in tombstone(item, self._open_items.node, "", "").sample_ids)
+        ids = dict.fromkeys(i for item in items for i in make_tombstone(item, self._open_items.node, "", "").sample_ids)
         marker = Tombstone(group.group_id, -1, state, reason, self._open_items.node, tuple(ids), group.size)
         self.owner.forward(items, marker)
 
@@ -447,27 +447,27 @@ class Inbound:
                 return None
             ticket = item.envelope.ticket
             if isinstance(item.body, Tombstone):
-                self._end(item.whole)
-                return self._invocation((ticket, None), [item])
+                self._end_items(item.whole)
+                return self._make_invocation((ticket, None), [item])
             item.held = True
-            return self._invocation((ticket, item.body), [item])
+            return self._make_invocation((ticket, item.body), [item])
 
         return Invocations(pull)
 
     def hold(self, item: Message) -> None:
-        for part in self._open_items.of(item).whole:
+        for part in self._open_items.item_of(item).whole:
             part.held = part.accounted = True
 
     def drop(self, item: Message, reason: str, state: str, *, group: bool = False) -> None:
-        dropped = self._open_items.of(item)
+        dropped = self._open_items.item_of(item)
         if group:
             self.owner.give_up(dropped, state, reason)
-        self._drop(dropped, state, reason, whole_group=group)
+        self._drop_item(dropped, state, reason, whole_group=group)
 
-    def _drop(self, dropped: Item, state: str, reason: str, *, whole_group: bool = False) -> None:
+    def _drop_item(self, dropped: Item, state: str, reason: str, *, whole_group: bool = False) -> None:
         for part in dropped.whole:
             part.accounted = True
-        marker = tombstone(dropped, self._open_items.node, reason, state)
+        marker = make_tombstone(dropped, self._open_items.node, reason, state)
         if whole_group:
             marker = replace(marker, whole_group=True)
         for part in dropped.whole:
@@ -478,21 +478,21 @@ class Inbound:
             return
         self.owner.book(dropped.whole, marker)
         if group.sent:
-            self._end(dropped.whole)
+            self._end_items(dropped.whole)
             return
         group.dropped.append(dropped)
         if len(group.dropped) == len(group.items):
             self._lose_group(group, state, reason)
 
     def finish(self, item: Message) -> None:
-        finished = self._open_items.of(item)
+        finished = self._open_items.item_of(item)
         for part in finished.whole:
             part.held = part.accounted = True
-            self._open_items.end(part)
+            self._open_items.end_item(part)
         group = finished.group
-        if group is not None and not any(self._open_items.holds(member) for member in group.present):
+        if group is not None and not any(self._open_items.is_open(member) for member in group.present):
             for rest in (*group.lost.values(), *group.dropped):
-                self._end(rest.whole)
+                self._end_items(rest.whole)
 
     def keep(self, item: Message, record: Callable[[], Record]) -> None:
         if not hasattr(item, "record"):
@@ -500,13 +500,13 @@ class Inbound:
                 f"{self.port}: a {type(item).__name__} cannot be kept with a record; give the class a field "
                 "`record: Record | None = None`"
             )
-        self._open_items.of(item).record = record
+        self._open_items.item_of(item).record = record
 
     def newest(self) -> Any:
         return self._inbox.newest()
 
     def ticket(self, item: Message) -> int:
-        return self._open_items.of(item).envelope.ticket
+        return self._open_items.item_of(item).envelope.ticket
 
 
 class Joined:
@@ -538,10 +538,10 @@ class Joined:
                 lead.owner.forward(item.whole, item.body)
             return None
 
-        return Invocations(pull, self._close)
+        return Invocations(pull, self._cancel_takes)
 
     def groups(self, size: int) -> AsyncIterator[Members[Any]]:
-        return self._ports[0].grouped(self._next_whole, size, self._close)
+        return self._ports[0].group_items(self._next_whole, size, self._cancel_takes)
 
     async def _next_whole(self) -> Item | None:
         """One part of the next complete sample: a tombstone that tells why it is lost, else the part from the first
@@ -561,9 +561,9 @@ class Joined:
             return told
         for (group, member), found in self._waiting.items():
             raise FlowrlError(
-                f"{self._labels(found)} received member {member} of group {group!r}, but the streams of "
-                f"{self._labels(set(range(len(self._ports))) - set(found))} ended without it; every branch of a join "
-                "has to send or drop each sample that it receives"
+                f"{self._port_names(found)} received member {member} of group {group!r}, but the streams of "
+                f"{self._port_names(set(range(len(self._ports))) - set(found))} ended without it; every branch of a "
+                "join has to send or drop each sample that it receives"
             )
         return None
 
@@ -572,15 +572,15 @@ class Joined:
         envelope = item.envelope
         if not envelope.group_id or envelope.member < 0:
             raise FlowrlError(
-                f"{self._labels([index])} received a {type(item.body).__name__} that belongs to no single sample; "
+                f"{self._port_names([index])} received a {type(item.body).__name__} that belongs to no single sample; "
                 "join before samples are merged into groups, and let every node before the join make each message "
                 "from one item"
             )
         found = self._waiting.setdefault((envelope.group_id, envelope.member), {})
         if index in found:
             raise FlowrlError(
-                f"{self._labels([index])} received member {envelope.member} of group {envelope.group_id!r} twice; a "
-                "branch of a join has to send one message for each sample that it receives"
+                f"{self._port_names([index])} received member {envelope.member} of group {envelope.group_id!r} twice; "
+                "a branch of a join has to send one message for each sample that it receives"
             )
         found[index] = item
         if len(found) < len(self._ports):
@@ -591,7 +591,7 @@ class Joined:
             part.parts = parts
         return parts
 
-    def _labels(self, indices: Any) -> str:
+    def _port_names(self, indices: Any) -> str:
         return ", ".join(self._ports[index].port for index in sorted(indices))
 
     async def _next_arrival(self) -> tuple[int, Item] | None:
@@ -614,7 +614,7 @@ class Joined:
         take.add_done_callback(lambda take: take.cancelled() or take.exception())
         takes[take] = index
 
-    def _close(self) -> None:
+    def _cancel_takes(self) -> None:
         """User code asks for no more samples: cancel the pending takes."""
         for take in self._takes or ():
             take.cancel()

@@ -51,7 +51,7 @@ class GivenUp:
         """Group -> (state, reason)."""
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
 
-    def add(self, group_id: str, state: str, reason: str) -> None:
+    def give_up_group(self, group_id: str, state: str, reason: str) -> None:
         """Give up a group: cancel the work on its members."""
         self._why[group_id] = state, reason
         if len(self._why) > REMEMBER:
@@ -59,17 +59,17 @@ class GivenUp:
         for task in self._tasks.get(group_id, ()):
             task.cancel()
 
-    def why(self, group_id: str) -> tuple[str, str] | None:
+    def reason_of(self, group_id: str) -> tuple[str, str] | None:
         """(state, reason) of a group that was given up."""
         return self._why.get(group_id) if self._why else None
 
-    def begin(self, group_id: str) -> None:
-        """The current task starts work on a member of `group_id`, and may be cancelled until `end`."""
+    def begin_work(self, group_id: str) -> None:
+        """The current task starts work on a member of `group_id`, and may be cancelled until `end_work`."""
         task = asyncio.current_task()
         if group_id and task is not None:
             self._tasks.setdefault(group_id, set()).add(task)
 
-    def end(self, group_id: str) -> None:
+    def end_work(self, group_id: str) -> None:
         """The current task is done with the member."""
         tasks, task = self._tasks.get(group_id), asyncio.current_task()
         if tasks is not None and task is not None:
@@ -134,13 +134,13 @@ class Custody(Generic[K]):
             self._lanes[child] = lanes - 1
             return ()
         parents = self._parents.pop(child, ())
-        return [parent for parent in parents if self._less(parent)]
+        return [parent for parent in parents if self._count_down(parent)]
 
     def end(self, item: K) -> Sequence[K]:
         """The invocation of `item` has ended."""
-        return (item,) if self._less(item) else ()
+        return (item,) if self._count_down(item) else ()
 
-    def _less(self, item: K) -> bool:
+    def _count_down(self, item: K) -> bool:
         count = self._counts[item] - 1
         if count:
             self._counts[item] = count
@@ -260,7 +260,7 @@ class OpenItems:
     def __len__(self) -> int:
         return len(self._open)
 
-    def take(self, delivery: Delivery, port: str) -> Item:
+    def take_delivery(self, delivery: Delivery, port: str) -> Item:
         """Make a taken message an open item."""
         item = Item(delivery, port)
         if id(item.body) in self._open:  # two branches of one process sent the same object
@@ -270,7 +270,7 @@ class OpenItems:
         self._custody.begin(item.place)
         return item
 
-    def of(self, body: Message) -> Item:
+    def item_of(self, body: Message) -> Item:
         """The open item of a message object. Raises ValueError if there is none."""
         item = self._open.get(id(body))
         if item is None:
@@ -280,11 +280,11 @@ class OpenItems:
             )
         return item
 
-    def holds(self, item: Item) -> bool:
+    def is_open(self, item: Item) -> bool:
         """Whether the item's invocation has not ended."""
         return id(item.body) in self._open
 
-    def made(self, parents: Iterable[Item], child_id: bytes) -> None:
+    def note_child(self, parents: Iterable[Item], child_id: bytes) -> None:
         """`child_id` was made from `parents`."""
         for item in parents:
             item.accounted = True
@@ -294,26 +294,26 @@ class OpenItems:
         """`child_id`, made from `parents`, is being sent on one lane more: a consumer has to take it."""
         self._custody.child([item.place for item in parents], child_id)
 
-    def arrived(self, child_ids: Iterable[bytes]) -> None:
+    def note_arrivals(self, child_ids: Iterable[bytes]) -> None:
         """Consumers have taken these messages (each id appears once for each lane): ack the items that are finished."""
         for child_id in child_ids:
-            self._ack(self._custody.arrived(child_id))
+            self._ack_items(self._custody.arrived(child_id))
 
-    def end(self, item: Item) -> None:
+    def end_item(self, item: Item) -> None:
         """End the item's invocation. Does nothing if it has ended already."""
         if self._open.pop(id(item.body), None) is not None:
             self.ended(item)
-            self._ack(self._custody.end(item.place))
+            self._ack_items(self._custody.end(item.place))
 
     def waiting_for_children(self) -> list[ItemKey]:
         """Items whose invocation has ended, but that are not acked yet: a checkpoint stores their children instead."""
         return [item.place for item in self._by_place.values() if id(item.body) not in self._open]
 
-    def lost(self) -> list[tuple[ItemKey, Tombstone]]:
+    def lost_items(self) -> list[tuple[ItemKey, Tombstone]]:
         """Items whose loss is booked and whose marker is not sent yet: a checkpoint stores the marker instead."""
         return [(item.place, item.lost) for item in self._open.values() if item.lost is not None]
 
-    def records(self) -> list[tuple[ItemKey, Record]]:
+    def kept_records(self) -> list[tuple[ItemKey, Record]]:
         """What a checkpoint stores with items in progress."""
         kept = [(item, item.record) for item in self._open.values() if item.lost is None]
         return [(item.place, record()) for item, record in kept if record is not None]
@@ -333,7 +333,7 @@ class OpenItems:
                 self.failed_ticket = ticket
             raise
 
-    def _ack(self, places: Iterable[Hashable]) -> None:
+    def _ack_items(self, places: Iterable[Hashable]) -> None:
         for place in places:
             self._by_place.pop(place).delivery.ack()
 
@@ -346,7 +346,7 @@ class OpenItems:
                 f"it finished a {type(item.body).__name__} (ticket {item.envelope.ticket}) without a "
                 "send, hold or drop; end it with `self.PORT.drop(item, reason)` if nothing is made from it"
             )
-        self.end(item)
+        self.end_item(item)
 
 
 class PortOwner(Protocol):
@@ -386,7 +386,7 @@ class PortOwner(Protocol):
         """Trace a wait for `what` ("ticket" or "credit EDGE") that ends now and began at `time.time_ns()` since_ns."""
 
 
-def tombstone(item: Item, node: str, reason: str, state: str) -> Tombstone:
+def make_tombstone(item: Item, node: str, reason: str, state: str) -> Tombstone:
     """The marker that replaces `item` from here on."""
     body, envelope = item.body, item.envelope
     if isinstance(body, Tombstone):

@@ -124,7 +124,7 @@ class Seen:
         self._recent: set[bytes] = set()
         self._older: set[bytes] = set()
 
-    def enter(self, id: bytes, lane: ReceiverLane, seq: int) -> bool:
+    def admit_copy(self, id: bytes, lane: ReceiverLane, seq: int) -> bool:
         """Record a copy. Returns True if it is the first. A copy of a finished message is acked at once."""
         claims = self._open.get(id)
         if claims is None:
@@ -152,7 +152,7 @@ class Seen:
         claims = [claim for one in copies for claim in one]
         return [seq for at, seq, session in claims if at is lane and session == lane.session]
 
-    def finish(self, id: bytes) -> None:
+    def finish_message(self, id: bytes) -> None:
         """The message is finished: ack every copy. Call once per id."""
         claims = self._open.pop(id)
         recent = self._recent
@@ -179,7 +179,7 @@ class LaneEnd:
         """Why nothing more passes this end, "" if it has not failed."""
         self._number = spec.number
 
-    def _say(self, kind: int, seq: int, payload: Any = None) -> None:
+    def _add_frame(self, kind: int, seq: int, payload: Any = None) -> None:
         self.out.append((kind, self._number, self.session, seq, payload))
 
     def on_error(self, reason: str) -> None:
@@ -246,7 +246,7 @@ class SenderLane(LaneEnd):
         assert not self.closed and self.credits > 0, f"{self.spec.name}: sent without a credit, or after close"
         self.num_sent += 1
         self.credits -= 1
-        # A copy of `_transmit`: every message passes here, and a call would cost too much.
+        # A copy of `_transmit_again`: every message passes here, and a call would cost too much.
         seq = self._next
         self._kept[seq] = envelope
         self._untaken.append(envelope.id)
@@ -254,12 +254,12 @@ class SenderLane(LaneEnd):
         self.out.append((DATA, self._number, self.session, seq, [envelope]))
         self.on_out(self)
 
-    def _transmit(self, envelope: Envelope) -> None:
+    def _transmit_again(self, envelope: Envelope) -> None:
         seq = self._next
         self._kept[seq] = envelope
         self._untaken.append(envelope.id)
         self._next = seq + 1
-        self._say(DATA, seq, [envelope])
+        self._add_frame(DATA, seq, [envelope])
 
     def unacked(self) -> list[Envelope]:
         """All messages kept for a replay, oldest first."""
@@ -274,7 +274,7 @@ class SenderLane(LaneEnd):
 
     def _say_close(self) -> None:
         if self.closed and not self._backlog:
-            self._say(CLOSE, self._next)
+            self._add_frame(CLOSE, self._next)
 
     def cancel(self, ids: Sequence[bytes]) -> None:
         """Ask the consumer to drop these messages: it skips, and thereby acks, those it has not taken.
@@ -287,19 +287,19 @@ class SenderLane(LaneEnd):
 
     def _say_cancel(self, ids: Collection[bytes]) -> None:
         if ids:
-            self._say(CANCEL, 0, tuple(ids))
+            self._add_frame(CANCEL, 0, tuple(ids))
 
     def fail(self, reason: str) -> None:
         """Fail the lane: `take` raises LaneFailed at the other end, and sends raise it here."""
         self.failed = reason
-        self._say(ERROR, 0, reason)
+        self._add_frame(ERROR, 0, reason)
         self.on_out(self)
         self.on_change()
 
     def say_hello(self) -> None:
         """Report what was sent and is kept: the receiver repeats frames that may be lost and asks for what it lacks."""
         # Called at the start of a session, and when the transport may have lost frames.
-        self._say(HELLO, self._next, (self.spec.schemas(), tuple(self._kept)))
+        self._add_frame(HELLO, self._next, (self.spec.schemas(), tuple(self._kept)))
         self._say_cancel(self._cancelled)
         self._say_close()
 
@@ -336,7 +336,7 @@ class SenderLane(LaneEnd):
 
         A credit for messages that were never sent fails the lane; senders that wait for credit wake up even then.
         """
-        taken = self._checked(taken)
+        taken = self._check_credit(taken)
         if taken <= self._taken:
             return []
         untaken = self._untaken
@@ -345,23 +345,23 @@ class SenderLane(LaneEnd):
         self.num_taken += taken - self._taken
         self._taken = taken
         if self._backlog:
-            self._replay()
+            self._replay_backlog()
         if self._taken_before:
             new = [id for id in ids if id not in self._taken_before]
             self._taken_before.difference_update(ids)
             return new
         return ids
 
-    def _checked(self, taken: int) -> int:
+    def _check_credit(self, taken: int) -> int:
         """The number of a credit frame; the lane fails if it exceeds what was sent."""
         if taken > self._next:
             self.failed = f"received a credit for {taken} messages, but only {self._next} were sent"
-            self._say(ERROR, 0, self.failed)
+            self._add_frame(ERROR, 0, self.failed)
         return min(taken, self._next)
 
-    def _replay(self) -> None:
+    def _replay_backlog(self) -> None:
         while self._backlog and self._next - self._taken < self._capacity:
-            self._transmit(self._backlog.popleft())
+            self._transmit_again(self._backlog.popleft())
         self._say_cancel(self._cancelled)
         self._say_close()
 
@@ -378,7 +378,7 @@ class SenderLane(LaneEnd):
         """Message `first` and those after it have not reached the receiver: send them again."""
         for seq in range(max(first, self._taken), self._next):
             if seq in self._kept:
-                self._say(DATA, seq, [self._kept[seq]])
+                self._add_frame(DATA, seq, [self._kept[seq]])
         self._say_cancel(self._cancelled)
         self._say_close()
 
@@ -397,7 +397,7 @@ class SenderLane(LaneEnd):
         self._next = self._taken = 0
         self.credits = self._capacity - len(self._backlog)
         self.say_hello()
-        self._replay()
+        self._replay_backlog()
 
     def statistics(self, blocked_s: float = 0.0) -> LaneStatistics:
         """The lane's counts; `blocked_s` is how long sends on its edge have waited."""
@@ -445,20 +445,20 @@ class LatestSender(SenderLane):
         self.num_sent += 1
         self._newest = envelope
         self._pending = True
-        self._advance()
+        self._send_pending()
         self.on_out(self)
 
-    def _advance(self) -> None:
+    def _send_pending(self) -> None:
         if self._pending and self._newest is not None and self._next == self._taken:
             self._pending = False
             self._on_way[self._next] = self._newest.id
-            self._say(DATA, self._next, [self._newest])
+            self._add_frame(DATA, self._next, [self._newest])
             self._next += 1
             self._say_close()
 
     def _say_close(self) -> None:
         if self.closed and not self._pending:
-            self._say(CLOSE, self._next)
+            self._add_frame(CLOSE, self._next)
 
     def unacked(self) -> list[Envelope]:
         """The newest message, even after its ack."""
@@ -468,12 +468,12 @@ class LatestSender(SenderLane):
         """Does nothing: a newer message replaces an older one."""
 
     def on_credit(self, taken: int) -> list[bytes]:
-        arrived = self._checked(taken)
+        arrived = self._check_credit(taken)
         if arrived <= self._taken:
             return []
         ids = [id for seq, id in self._on_way.items() if self._taken <= seq < arrived]
         self._taken = arrived
-        self._advance()
+        self._send_pending()
         return ids
 
     def on_ack(self, seqs: Iterable[int]) -> list[bytes]:
@@ -483,7 +483,7 @@ class LatestSender(SenderLane):
 
     def on_resend(self, first: int) -> None:
         if self._newest is not None and first < self._next:
-            self._say(DATA, self._next - 1, [self._newest])
+            self._add_frame(DATA, self._next - 1, [self._newest])
         self._say_close()
 
     def restart(self, session: int) -> None:
@@ -492,7 +492,7 @@ class LatestSender(SenderLane):
         self._next = self._taken = 0
         self._pending = self._newest is not None
         self.say_hello()
-        self._advance()
+        self._send_pending()
         self._say_close()
 
 
@@ -521,17 +521,17 @@ class ReceiverLane(LaneEnd):
         """Called when the lane begins to have something to flush, and when `urgent` becomes true."""
         self.on_cancelled: list[Ids] = []
         """Called with the ids of messages that the producer cancels, and that are taken and not finished."""
-        self.share(seen if seen is not None else Seen())
+        self.share_seen(seen if seen is not None else Seen())
         self._capacity = spec.capacity
         self._urgent_at = max(1, spec.capacity // 4)
         self._unflushed = False
         self._queue: deque[tuple[int, Envelope | None]] = deque()
-        self._reset()
+        self._reset_counts()
 
-    def share(self, seen: Seen) -> None:
+    def share_seen(self, seen: Seen) -> None:
         """Admit messages by `seen`."""
         self.seen = seen
-        self.finish: Callable[[bytes], None] = seen.finish
+        self.finish: Callable[[bytes], None] = seen.finish_message
         """Acks a message by its id."""
 
     def open_to(self, inbox: Any, on_change: Callable[[ReceiverLane], None]) -> None:
@@ -539,7 +539,7 @@ class ReceiverLane(LaneEnd):
         self.inbox, self.on_change = inbox, on_change
         self.on_open(self)
 
-    def _reset(self) -> None:
+    def _reset_counts(self) -> None:
         self._expected = 0
         self._taken = 0
         self._reported = 0
@@ -597,23 +597,23 @@ class ReceiverLane(LaneEnd):
             seq = self._expected
         self._expected += len(envelopes)
         self.num_received += len(envelopes)
-        enter, queue = self.seen.enter, self._queue
+        enter, queue = self.seen.admit_copy, self._queue
         for envelope in envelopes:
             if enter(envelope.id, self, seq):
                 queue.append((seq, envelope))
                 self.ready = True
             else:
                 queue.append((seq, None))  # keeps its place, so that credits return in the order of the messages
-                self._skip()
+                self._skip_repetitions()
             seq += 1
 
     def _ask_from(self, seq: int) -> None:
         """Ask for the messages before `seq` that are missing, if any are."""
         if seq > self._expected and self._asked != self._expected:
             self._asked = self._expected  # ask once for each gap: the sender repeats everything from there on
-            self._say(RESEND, self._expected)
+            self._add_frame(RESEND, self._expected)
 
-    def _skip(self) -> None:
+    def _skip_repetitions(self) -> None:
         """Take the repetitions at the head of the queue, which returns their credits."""
         queue = self._queue
         while queue and queue[0][1] is None:
@@ -636,7 +636,7 @@ class ReceiverLane(LaneEnd):
         if not queue:
             self.ready = False
         elif queue[0][1] is None:
-            self._skip()
+            self._skip_repetitions()
         return envelope
 
     def ack_seq(self, seq: int, session: int) -> None:
@@ -665,12 +665,12 @@ class ReceiverLane(LaneEnd):
         for seq, envelope in queue:
             if envelope is not None and envelope.id in wanted:
                 wanted.discard(envelope.id)
-                self.seen.finish(envelope.id)
+                self.seen.finish_message(envelope.id)
                 if seq >= 0:
                     self._queue.append((seq, None))
             else:
                 self._queue.append((seq, envelope))
-        self._skip()
+        self._skip_repetitions()
         return [id for id in wanted if self.seen.is_open(id)]
 
     def on_hello(self, sent: int, schemas: Iterable[tuple[str, int]], kept: Iterable[int]) -> None:
@@ -696,13 +696,13 @@ class ReceiverLane(LaneEnd):
     def refuse(self, reason: str) -> None:
         """Fail this end, and report the reason to the producer, whose sends raise LaneFailed then."""
         self.failed = reason
-        self._say(REFUSE, 0, reason)
+        self._add_frame(REFUSE, 0, reason)
         self.on_unflushed(self)
 
     def say_hello(self) -> None:
         """The transport may have lost frames: ask the sender for its `say_hello`."""
         self._reported = -1
-        self._say(SYNC, 0)
+        self._add_frame(SYNC, 0)
 
     def flush(self) -> list[Frame]:
         """Return, and remove, all frames to be sent now: `out`, then credit, then acks."""
@@ -722,7 +722,7 @@ class ReceiverLane(LaneEnd):
         self._begin_session(session)
         self._queue = deque((-1, envelope) for _, envelope in self._queue if envelope is not None)
         self.ready = bool(self._queue)
-        self._reset()
+        self._reset_counts()
 
     def statistics(self) -> LaneStatistics:
         return LaneStatistics(
@@ -746,7 +746,7 @@ class LatestReceiver(ReceiverLane):
         self._open: dict[bytes, list[tuple[int, int]]] = {}
         """Id -> (seq, session) of each copy that is waiting or taken, and not finished; oldest first."""
 
-    def share(self, seen: Seen) -> None:
+    def share_seen(self, seen: Seen) -> None:
         """Each lane of a latest edge admits its messages, and acks them, by itself."""
         self.seen = seen
         self.finish = self._finish_oldest
@@ -803,7 +803,7 @@ class LatestReceiver(ReceiverLane):
 
     def _ask_from(self, seq: int) -> None:
         if seq > self._expected:
-            self._say(RESEND, self._expected)
+            self._add_frame(RESEND, self._expected)
 
     def on_cancel(self, ids: Iterable[bytes]) -> list[bytes]:
         """Does nothing: a newer message replaces an older one."""
@@ -814,4 +814,4 @@ class LatestReceiver(ReceiverLane):
 
     def restart(self, session: int) -> None:
         self._begin_session(session)
-        self._reset()
+        self._reset_counts()

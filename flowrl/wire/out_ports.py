@@ -83,15 +83,15 @@ class Outbound:
         """
         if self._ending:
             raise FlowrlError(f"a {type(item).__name__} was sent on {self.port} after {self.port} was closed")
-        parents = self._parents(made_from)
-        envelope = self._envelope(item, parents)
+        parents = self._parents_of(made_from)
+        envelope = self._make_envelope(item, parents)
         if parents:
             self._book_left_out(item, parents)
-            await self._send(envelope, parents)
+            await self._send_once(envelope, parents)
             return
         self._outside += 1
         try:
-            await self._send(envelope, ())
+            await self._send_once(envelope, ())
         finally:
             self._outside -= 1
 
@@ -106,17 +106,17 @@ class Outbound:
             return False
         for prompt in prompts:
             key = source_id(self._open_items.node.split("/")[0], prompt.sample_id)
-            await self._send(Envelope(key, ticket, prompt.group_id, prompt.member, prompt), ())
+            await self._send_once(Envelope(key, ticket, prompt.group_id, prompt.member, prompt), ())
             self._admitted.setdefault(ticket, []).append(key)
         self._admitted.pop(ticket, None)
         return True
 
     def was_sent(self) -> bool:
         """Whether the invocation's next message was sent before the checkpoint; if so, count it as sent now."""
-        parents = self._parents(None)
+        parents = self._parents_of(None)
         if not parents or not self._left_out(self._next_id(parents), parents):
             return False
-        self._count(parents)
+        self._advance_ordinal(parents)
         return True
 
     @property
@@ -144,9 +144,9 @@ class Outbound:
             ticket = items[0].envelope.ticket
             alike = all(item.envelope.ticket == ticket for item in items)
             envelope = Envelope(key, ticket if alike else -1, marker.group_id, marker.member, marker)
-            await self._send(envelope, items, uses_up=False)
+            await self._send_once(envelope, items, uses_up=False)
 
-    def leaving(self, change: int) -> None:
+    def count_leaving(self, change: int) -> None:
         """Count a message that the engine itself sends: its send begins (+1), or has ended (-1)."""
         self._num_leaving += change
         if self._ending and not self._num_leaving:
@@ -161,7 +161,7 @@ class Outbound:
             if edge.name == name:
                 await edge.send_to(consumer, envelope)
         self._restoring.remove(kept)
-        self.leaving(-1)
+        self.count_leaving(-1)
 
     def unacked(self) -> list[Kept]:
         """All messages that no consumer has finished."""
@@ -204,10 +204,10 @@ class Outbound:
         return [key for keys in self._admitted.values() for key in keys]
 
     def close(self) -> None:
-        """End the stream after the messages counted by `leaving` are sent."""
+        """End the stream after the messages counted by `count_leaving` are sent."""
         if not self._ending:
             self._ending = True
-            self.leaving(0)
+            self.count_leaving(0)
 
     def _book_left_out(self, body: Message, parents: Sequence[Item]) -> None:
         """Book the samples of `parents` that are not in `body` as lost for the trainers behind this port."""
@@ -221,7 +221,7 @@ class Outbound:
                 marker = Tombstone(head.group_id, -1, "filtered", "left_out", node, tuple(gone))
                 self._owner.book([parent], marker, behind=self.trainers)
 
-    def _parents(self, made_from: Sequence[Message] | None) -> list[Item]:
+    def _parents_of(self, made_from: Sequence[Message] | None) -> list[Item]:
         """The items that the next message is made from, without repetition; with None, those of the invocation.
 
         The first send that names a member of a group also takes the group's tombstones and its dropped members. They
@@ -229,7 +229,7 @@ class Outbound:
         """
         if made_from is None:
             return list(current.get())
-        items = [self._open_items.of(parent) for parent in made_from]
+        items = [self._open_items.item_of(parent) for parent in made_from]
         for group in {id(i.group): i.group for i in items if i.group is not None}.values():  # each group once
             group.sent = True
             items.extend(group.lost.values())
@@ -237,7 +237,7 @@ class Outbound:
             group.lost, group.dropped = {}, []
         return list(dict.fromkeys(part for item in items for part in item.whole))
 
-    def _envelope(self, body: Message, parents: Sequence[Item]) -> Envelope:
+    def _make_envelope(self, body: Message, parents: Sequence[Item]) -> Envelope:
         """The next message: with the ticket, group and member that all its parents share."""
         if not parents:
             self._cursor += 1
@@ -246,7 +246,7 @@ class Outbound:
             known = isinstance(group_id, str) and isinstance(member, int)
             return Envelope(key, -1, group_id if known else "", member if known else -1, body)
         key = self._next_id(parents)
-        self._count(parents)
+        self._advance_ordinal(parents)
         heads = [parent.envelope for parent in parents]
         first = heads[0]
         return Envelope(
@@ -261,7 +261,7 @@ class Outbound:
         """The id of the next message made from `parents`."""
         return message_id([item.envelope.id for item in parents], self.port, parents[0].ordinals.get(self.port, 0))
 
-    def _count(self, parents: Sequence[Item]) -> None:
+    def _advance_ordinal(self, parents: Sequence[Item]) -> None:
         """Advance the ordinal, because the id from `_next_id` is used now."""
         parents[0].ordinals[self.port] = parents[0].ordinals.get(self.port, 0) + 1
 
@@ -271,16 +271,16 @@ class Outbound:
             return False
         self.sent_before.discard(key)
         self.left_out.add(key)
-        self._mark(parents, key)
+        self._mark_parents(parents, key)
         return True
 
-    def _mark(self, parents: Sequence[Item], key: bytes) -> None:
+    def _mark_parents(self, parents: Sequence[Item], key: bytes) -> None:
         """Record with the parents that the message `key` was made from them and leaves here."""
-        self._open_items.made(parents, key)
+        self._open_items.note_child(parents, key)
         for item in parents:
             item.sent_on.add(self.port)
 
-    async def _send(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
+    async def _send_once(self, envelope: Envelope, parents: Sequence[Item], *, uses_up: bool = True) -> None:
         """Send, unless a checkpoint already holds the message; with `uses_up`, end the parents that were held."""
         if not self._left_out(envelope.id, parents):
             await self._send_on_all(envelope, parents)
@@ -292,7 +292,7 @@ class Outbound:
         for item in parents:
             item.accounted = True
         if any(not edge.rule.overwrites for edge in self.edges):
-            self._mark(parents, envelope.id)
+            self._mark_parents(parents, envelope.id)
         # A resumed run lets the node make messages again that have no parents or are made from held items: the node's
         # state tells what it still has to send. A message that an invocation made from its one item is stored in the
         # checkpoint, because making it may have been expensive.
@@ -309,7 +309,7 @@ class Outbound:
                     with self._activity.waiting("credit", edge.name, inside=in_invocation.get()):
                         await edge.send(envelope)
                 except BaseException:  # a send is all or nothing: no consumer will ack a message that was not sent
-                    self._open_items.arrived(awaited)
+                    self._open_items.note_arrivals(awaited)
                     raise
                 self._owner.trace_wait(f"credit {edge.name}", began)
                 for key in edge.ids(envelope) if edge.rule.to_each else ():

@@ -125,7 +125,7 @@ class SessionRouter:
 
     def begin(self, session: str = "", group: str = "") -> RoutedTo:
         """Choose the replica for a request, and count the request as open there until `end`."""
-        choice = self._choose(session, group)
+        choice = self._choose_home(session, group)
         self._own[choice.replica] += 1
         return choice
 
@@ -155,19 +155,19 @@ class SessionRouter:
             if not group.num_sessions:
                 del self._groups[home.group]
 
-    def _choose(self, session: str, group: str) -> RoutedTo:
+    def _choose_home(self, session: str, group: str) -> RoutedTo:
         if not session or self._margin is None:
             return RoutedTo(self._least_loaded(), moved=False)
         home = self._sessions.get(session)
         if home is None:
-            return RoutedTo(self._add(session, group), moved=False)
+            return RoutedTo(self._add_session(session, group), moved=False)
         self._sessions.move_to_end(session)
         if self._is_near(home.replica):
             return RoutedTo(home.replica, moved=False)
         home.replica = self._least_loaded()
         return RoutedTo(home.replica, moved=True)
 
-    def _add(self, session: str, group: str) -> int:
+    def _add_session(self, session: str, group: str) -> int:
         """Remember a new session. Returns its replica."""
         if len(self._sessions) == self._most_sessions:
             self.forget(next(iter(self._sessions)))
@@ -181,17 +181,17 @@ class SessionRouter:
     def _is_near(self, replica: int) -> bool:
         """Whether the margin allows a request to go to `replica`."""
         loads = self.loads
-        least = min(loads[index] for index in self._candidates())
+        least = min(loads[index] for index in self._replicas_in_use())
         return self._margin is not None and self._in_service[replica] and loads[replica] <= least + self._margin
 
     def _least_loaded(self) -> int:
         loads = self.loads
-        order = sorted(self._candidates(), key=lambda replica: (replica - self._next) % len(loads))
+        order = sorted(self._replicas_in_use(), key=lambda replica: (replica - self._next) % len(loads))
         chosen = min(order, key=loads.__getitem__)
         self._next = (chosen + 1) % len(loads)
         return chosen
 
-    def _candidates(self) -> list[int]:
+    def _replicas_in_use(self) -> list[int]:
         """The replicas in service; all replicas, once none is in service."""
         every = range(len(self._in_service))
         return [replica for replica in every if self._in_service[replica]] or list(every)
@@ -243,7 +243,7 @@ class LiveCall:
         try:
             if choice.moved:
                 self._count("requests_moved", 1)
-            async with self._slots[choice.replica].held(priority):
+            async with self._slots[choice.replica].hold_slot(priority):
                 body = {"request": request, "priority": priority, "call": call.name}
                 try:
                     reply = await self._endpoint.request(call.server_host, f"call:{call.server}:{call.edge}", body)
@@ -297,8 +297,8 @@ class LiveServe:
         self._lease = lease
         self._gauge = gauge
         for call in calls:
-            endpoint.on(f"call:{call.server}:{call.edge}", self._answer)
-            endpoint.on(f"callers:{call.server}:{call.edge}", self._closed)
+            endpoint.on(f"call:{call.server}:{call.edge}", self._answer_request)
+            endpoint.on(f"callers:{call.server}:{call.edge}", self._caller_closed)
         if not calls:
             self._ended.set_result(None)
 
@@ -306,24 +306,24 @@ class LiveServe:
         if self._body is not None:
             raise RuntimeError(f"{self._port} is served already; call `each` once, with one body for all requests")
         self._body = body
-        self._slots.add(concurrency)
+        self._slots.add_slots(concurrency)
         with self._activity.waiting("item", self._port, inside=None):
             await self._ended
 
-    async def _answer(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
+    async def _answer_request(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
         call = message["call"]
         self._open[call] += 1
         self.num_open += 1
         self._gauge(f"open_{self._port.rpartition('.')[2]}", self.num_open)
         try:
-            async with self._slots.held(message["priority"]):
-                reply = await self._reply(message["request"])
+            async with self._slots.hold_slot(message["priority"]):
+                reply = await self._run_body(message["request"])
         finally:
             self._open[call] -= 1
             self.num_open -= 1
         return reply | {"others": self.num_open - self._open[call]}
 
-    async def _reply(self, request: Any) -> dict[str, Any]:
+    async def _run_body(self, request: Any) -> dict[str, Any]:
         assert self._body is not None, "slots are there from `serve` on"
         try:
             await self._lease.begin()
@@ -347,7 +347,7 @@ class LiveServe:
                 self._ended.set_exception(as_exception(f"a request to {self._port}", error))
             raise LaneFailed(f"{self._port} failed") from error
 
-    def _closed(self, host: str, message: dict[str, Any]) -> None:
+    def _caller_closed(self, host: str, message: dict[str, Any]) -> None:
         self._callers.discard(message["closed"])
         if not self._callers and not self._ended.done():
             self._ended.set_result(None)

@@ -44,38 +44,38 @@ HEIR = "heir"
 """File in a run's mark in shared memory that the heir locks: there is one on each machine."""
 
 
-def mark(place: Path, run: str) -> Path:
+def mark_path(place: Path, run: str) -> Path:
     """The directory in `place` that processes of the run named `run` lock."""
     return place / (f"flowrl-{run}" if place == SHM else run)
 
 
-def found(place: Path) -> dict[str, list[Path]]:
+def find_files(place: Path) -> dict[str, list[Path]]:
     """Run -> this user's files of the run in `place`, without the mark. Files that vanish meanwhile are left out."""
     runs: dict[str, list[Path]] = defaultdict(list)
     for path in place.iterdir():
-        if (match := NAME.match(path.name)) and _ours(path):
+        if (match := NAME.match(path.name)) and _is_ours(path):
             files = runs[match["run"]]
-            if path != mark(place, match["run"]):
+            if path != mark_path(place, match["run"]):
                 files.append(path)
     return runs
 
 
 def remove_deserted(place: Path, run: str) -> list[Path]:
     """Remove a run's files in `place`, unless one of its processes is alive. Returns the removed files."""
-    with _deserted(mark(place, run)) as deserted:
-        return clear(place, run) if deserted else []
+    with _lock_deserted(mark_path(place, run)) as deserted:
+        return remove_files(place, run) if deserted else []
 
 
-def clear(place: Path, run: str) -> list[Path]:
+def remove_files(place: Path, run: str) -> list[Path]:
     """Remove a run's files in `place`, and the mark last. Returns the files."""
-    files = found(place).get(run, [])
+    files = find_files(place).get(run, [])
     for path in files:
-        _remove(path)
-    _remove(mark(place, run))
+        _remove_path(path)
+    _remove_path(mark_path(place, run))
     return files
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     """Remove a file or directory. It is no error if another process removes it at the same time."""
     with suppress(FileNotFoundError):
         if path.is_dir():
@@ -85,7 +85,7 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _deserted(path: Path) -> Iterator[bool]:
+def _lock_deserted(path: Path) -> Iterator[bool]:
     """True if no process holds the mark; none can lock it within this context. Also True if there is no mark."""
     try:
         held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -110,7 +110,7 @@ def still_names(path: Path, held: int) -> bool:
     return os.path.samestat(now, os.fstat(held))
 
 
-def _ours(path: Path) -> bool:
+def _is_ours(path: Path) -> bool:
     """Whether this is a file, socket or directory of this user. Links are ignored: flowrl makes none."""
     try:
         status = path.lstat()
@@ -119,15 +119,15 @@ def _ours(path: Path) -> bool:
     return status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode)
 
 
-def inherit(run: str, places: list[Path]) -> None:
+def await_end(run: str, places: list[Path]) -> None:
     """Wait until no process of the run is left, and remove what there is of its files in `places`."""
     for place in places:
-        path = mark(place, run)
+        path = mark_path(place, run)
         with suppress(FileNotFoundError):
             held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             fcntl.flock(held, fcntl.LOCK_EX)
             if still_names(path, held):
-                clear(place, run)
+                remove_files(place, run)
             os.close(held)
 
 
@@ -156,7 +156,7 @@ def _config_error(text: str) -> Exception:
 
 
 def run_name(run_id: str) -> str:
-    """The prefix of every file name of a run on the machine; `found` knows the run's files by it."""
+    """The prefix of every file name of a run on the machine; `find_files` knows the run's files by it."""
     return blake2b(run_id.encode(), digest_size=6).hexdigest()
 
 
@@ -192,19 +192,19 @@ class Presence:
 
     def __init__(self, run_id: str) -> None:
         self._run = run_name(run_id)
-        self._held = [(place, _hold(mark(place, self._run))) for place in places()]
+        self._held = [(place, _hold_mark(mark_path(place, self._run))) for place in places()]
 
     def close(self) -> None:
         for place, held in self._held:
             with suppress(BlockingIOError):
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if still_names(mark(place, self._run), held):
-                    clear(place, self._run)
+                if still_names(mark_path(place, self._run), held):
+                    remove_files(place, self._run)
             os.close(held)
         self._held = []
 
 
-def _hold(path: Path) -> int:
+def _hold_mark(path: Path) -> int:
     """Create the mark if it is missing, and return a descriptor of it that holds a shared lock."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -223,7 +223,7 @@ def leave_heir(run_id: str) -> None:
     there is one already. The caller has a `Presence`."""
     run = run_name(run_id)
     with suppress(OSError):  # the machine has no room for one: the next start removes the files
-        held = os.open(mark(SHM, run) / HEIR, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        held = os.open(mark_path(SHM, run) / HEIR, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             subprocess.run(
@@ -242,14 +242,14 @@ def leave_heir(run_id: str) -> None:
 
 def sweep() -> list[str]:
     """Remove segments and sockets of this user's runs that have no live process. Returns their paths."""
-    return [str(path) for place in places() for run in found(place) for path in remove_deserted(place, run)]
+    return [str(path) for place in places() for run in find_files(place) for path in remove_deserted(place, run)]
 
 
 def remove_run(run_id: str) -> list[str]:
     """Remove all files of one run, even if one of its processes is alive. For the driver, once every host has ended."""
-    return [str(path) for place in places() for path in clear(place, run_name(run_id))]
+    return [str(path) for place in places() for path in remove_files(place, run_name(run_id))]
 
 
 if __name__ == "__main__":
     if os.fork() == 0:  # no child of the process that started it, which may end its children
-        inherit(sys.argv[1], [Path(place) for place in sys.argv[2:]])
+        await_end(sys.argv[1], [Path(place) for place in sys.argv[2:]])

@@ -45,10 +45,10 @@ _address = Struct("<IIQ")
 
 
 def segment_path(prefix: str, host: str, incarnation: int, segment: int) -> Path:
-    return SHM / f"{_stem(prefix, host)}{incarnation}-{segment}"
+    return SHM / f"{_name_stem(prefix, host)}{incarnation}-{segment}"
 
 
-def _stem(prefix: str, host: str) -> str:
+def _name_stem(prefix: str, host: str) -> str:
     return f"flowrl-{prefix}-{blake2b(host.encode(), digest_size=5).hexdigest()}-"
 
 
@@ -60,7 +60,7 @@ class Space:
         self._free: list[tuple[int, int]] = [(0, num_bytes)]
         self._used: dict[int, int] = {}
 
-    def take(self, num_bytes: int) -> int | None:
+    def take_block(self, num_bytes: int) -> int | None:
         """Reserve a block of at least `num_bytes` and return its offset, None if there is no room."""
         size = -(-num_bytes // PAGE) * PAGE
         for index, (offset, room) in enumerate(self._free):
@@ -70,7 +70,7 @@ class Space:
                 return offset
         return None
 
-    def give(self, offset: int) -> None:
+    def free_block(self, offset: int) -> None:
         """Free the block at `offset`."""
         insort(self._free, (offset, self._used.pop(offset)))
         merged: list[tuple[int, int]] = []
@@ -107,12 +107,12 @@ class Slab:
 
     def open(self) -> None:
         """Remove the segments of this host's earlier incarnations. Views of them in other processes stay valid."""
-        for path in SHM.glob(f"{_stem(self._prefix, self._host)}*"):
+        for path in SHM.glob(f"{_name_stem(self._prefix, self._host)}*"):
             path.unlink(missing_ok=True)
 
     def lend(self, array: np.ndarray[Any, Any], borrower: str) -> bytes | None:
         """Copy `array` into a block and return the block's address, None if there is no room."""
-        block = self._find(array.nbytes)
+        block = self._find_block(array.nbytes)
         if block is None:
             return None
         segment, offset = block
@@ -121,18 +121,18 @@ class Slab:
         self._lent[block] = borrower
         return _address.pack(self._incarnation, segment, offset) + self._host.encode()
 
-    def _find(self, num_bytes: int) -> SlabBlock | None:
+    def _find_block(self, num_bytes: int) -> SlabBlock | None:
         for segment, space in enumerate(self._spaces):
-            offset = space.take(num_bytes)
+            offset = space.take_block(num_bytes)
             if offset is not None:
                 return segment, offset
-        if not self._grow(max(SEGMENT_BYTES, -(-num_bytes // PAGE) * PAGE)):
+        if not self._add_segment(max(SEGMENT_BYTES, -(-num_bytes // PAGE) * PAGE)):
             return None
-        offset = self._spaces[-1].take(num_bytes)
+        offset = self._spaces[-1].take_block(num_bytes)
         assert offset is not None
         return len(self._spaces) - 1, offset
 
-    def _grow(self, num_bytes: int) -> bool:
+    def _add_segment(self, num_bytes: int) -> bool:
         path = segment_path(self._prefix, self._host, self._incarnation, len(self._spaces))
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -147,16 +147,16 @@ class Slab:
         self._bytes.append(np.frombuffer(memory, np.uint8))
         return True
 
-    def free(self, borrower: str, blocks: Iterable[SlabBlock]) -> None:
+    def free_blocks(self, borrower: str, blocks: Iterable[SlabBlock]) -> None:
         """`borrower` no longer uses these blocks. Blocks that were already taken back are ignored."""
         for segment, offset in blocks:
             if self._lent.get((segment, offset)) == borrower:
                 del self._lent[segment, offset]
-                self._spaces[segment].give(offset)
+                self._spaces[segment].free_block(offset)
 
     def take_back(self, borrower: str) -> None:
         """Free all blocks of `borrower`: its process has ended, and its views with it."""
-        self.free(borrower, [block for block, host in self._lent.items() if host == borrower])
+        self.free_blocks(borrower, [block for block, host in self._lent.items() if host == borrower])
 
     def close(self) -> None:
         """Remove the segments. Views in other processes stay valid."""
@@ -180,7 +180,7 @@ class Lender:
     def take_back(self, address: bytes) -> None:
         """Free the block at `address`, which was not sent to the borrower."""
         _, segment, offset = _address.unpack_from(address)
-        self._slab.free(self._borrower, [(segment, offset)])
+        self._slab.free_blocks(self._borrower, [(segment, offset)])
 
 
 class Attached:
@@ -198,7 +198,7 @@ class Attached:
         """A view of the block at `address`. Raises WireError if there is none."""
         incarnation, segment, offset = _address.unpack_from(address)
         host = address[_address.size :].decode()
-        memory = self._segment(host, incarnation, segment)
+        memory = self._map_segment(host, incarnation, segment)
         if offset + num_bytes > memory.nbytes:
             raise WireError(
                 f"an invalid block: {num_bytes} bytes at offset {offset} of a segment of {memory.nbytes} bytes"
@@ -209,7 +209,7 @@ class Attached:
         weakref.finalize(view, self._release, host, incarnation, (segment, offset)).atexit = False
         return view
 
-    def _segment(self, host: str, incarnation: int, segment: int) -> Bytes:
+    def _map_segment(self, host: str, incarnation: int, segment: int) -> Bytes:
         key = host, incarnation, segment
         memory = self._segments.get(key)
         if memory is None:

@@ -80,13 +80,13 @@ class Tickets:
             return None
         ticket = self._next
         self._next += 1
-        self._put(ticket, self.trainers if trainers is None else tuple(trainers), {})
+        self._open_ticket(ticket, self.trainers if trainers is None else tuple(trainers), {})
         return ticket
 
-    def _put(self, ticket: int, trainers: tuple[str, ...], fates: Mapping[str, int | None]) -> None:
+    def _open_ticket(self, ticket: int, trainers: tuple[str, ...], fates: Mapping[str, int | None]) -> None:
         self._open[ticket] = dict(fates)
         self._expected[ticket] = trainers
-        self._num_untrained += self._main(ticket) not in fates
+        self._num_untrained += self._main_trainer(ticket) not in fates
 
     def why_waiting(self) -> str:
         """Why the next group cannot be admitted now, "" if it can."""
@@ -115,9 +115,9 @@ class Tickets:
 
     def untrained(self) -> list[int]:
         """The open tickets whose group the main trainer still has to train, in order of admission."""
-        return [ticket for ticket, fates in self._open.items() if self._main(ticket) not in fates]
+        return [ticket for ticket, fates in self._open.items() if self._main_trainer(ticket) not in fates]
 
-    def _main(self, ticket: int) -> str:
+    def _main_trainer(self, ticket: int) -> str:
         """The trainer that decides whether the group counts for the steps: the first that the group can reach."""
         expected = self._expected[ticket]
         return next((trainer for trainer in self.trainers if trainer in expected), "")
@@ -145,18 +145,18 @@ class Tickets:
 
     def left_out(self, ticket: int, trainer: str) -> None:
         """`trainer` will not train the group. Has no effect if the group's result at this trainer is known already."""
-        self._settle(ticket, trainer, None)
+        self._settle_ticket(ticket, trainer, None)
 
     def trained(self, ticket: int, trainer: str, version: int) -> None:
         """A finished batch that contains the group, or its last part, made `version` of `trainer`."""
-        self._settle(ticket, trainer, version)
+        self._settle_ticket(ticket, trainer, version)
 
-    def _settle(self, ticket: int, trainer: str, version: int | None) -> None:
+    def _settle_ticket(self, ticket: int, trainer: str, version: int | None) -> None:
         fates = self._open.get(ticket)
         if fates is None or trainer in fates:
             return
         fates[trainer] = version
-        if trainer == self._main(ticket):
+        if trainer == self._main_trainer(ticket):
             self._num_untrained -= 1
             self.num_trained += version is not None
         self._give_back([ticket])  # only this one: the other tickets have not changed, and a batch settles many
@@ -216,7 +216,7 @@ class Tickets:
         self._expected.clear()
         self._num_untrained = 0
         for ticket, (trainers, fates) in sorted(open_tickets.items()):
-            self._put(ticket, tuple(trainers), fates)
+            self._open_ticket(ticket, tuple(trainers), fates)
         self._next = next_ticket
 
     def _return_held(self) -> None:
@@ -226,7 +226,7 @@ class Tickets:
         """Return those of these open tickets that nobody needs any more."""
         floors = self.floors()
         for ticket in [ticket for ticket in tickets if self._is_back(ticket, floors)]:
-            self._num_untrained -= self._main(ticket) not in self._open[ticket]
+            self._num_untrained -= self._main_trainer(ticket) not in self._open[ticket]
             del self._open[ticket], self._expected[ticket]
 
     def _is_back(self, ticket: int, floors: Mapping[str, int]) -> bool:
@@ -289,7 +289,7 @@ class Window(Generic[T]):
         if ticket < self._base or ticket in self._settled or ticket in self._finished:
             raise ValueError(f"ticket {ticket} was offered before")
         if item is None:
-            self._settle([ticket])
+            self._settle_tickets([ticket])
         else:
             self._finished[ticket] = item
 
@@ -310,10 +310,10 @@ class Window(Generic[T]):
         is outside the window if fewer groups are older than the batch still needs: the group will then be in this batch
         whatever becomes of the older ones. So a batch taken in pieces has the same groups as one taken whole.
         """
-        chosen = self._choose(early=least is not None)
+        chosen = self._choose_tickets(early=least is not None)
         if len(chosen) < min(self.missing, least or self.missing):
             return None
-        return self._remove(chosen)
+        return self._remove_items(chosen)
 
     def flush(self) -> Iterator[list[T]]:
         """At the end of the stream: batches of all remaining items, in order; the last may be smaller.
@@ -322,7 +322,7 @@ class Window(Generic[T]):
         removed only when it is requested, so `state` still covers the batches not yet requested.
         """
         while self._finished or self._begun:
-            items = self._remove(sorted(self._finished)[: self.missing])
+            items = self._remove_items(sorted(self._finished)[: self.missing])
             if not self._finished:
                 self._begun = 0
             yield items
@@ -338,7 +338,7 @@ class Window(Generic[T]):
         self._settled = {int(ticket) for ticket in state["settled"]}
         self._begun = int(state.get("begun", 0))
 
-    def _choose(self, *, early: bool) -> list[int]:
+    def _choose_tickets(self, *, early: bool) -> list[int]:
         if not early and len(self._finished) < self.missing:
             return []  # a cheap exit: this method is called for each group that finishes
         chosen: list[int] = []
@@ -358,14 +358,14 @@ class Window(Generic[T]):
         """Tickets before this one that are neither taken nor dropped."""
         return ticket - self._base - sum(settled < ticket for settled in self._settled)
 
-    def _remove(self, tickets: list[int]) -> list[T]:
+    def _remove_items(self, tickets: list[int]) -> list[T]:
         items = [self._finished.pop(ticket) for ticket in tickets]
         if self.look_ahead:
-            self._settle(tickets)
+            self._settle_tickets(tickets)
         self._begun = (self._begun + len(items)) % self.groups_per_batch
         return items
 
-    def _settle(self, tickets: Iterable[int]) -> None:
+    def _settle_tickets(self, tickets: Iterable[int]) -> None:
         self._settled.update(tickets)
         while self._base in self._settled:
             self._settled.remove(self._base)

@@ -49,7 +49,7 @@ def open_now() -> int:
 
 @pytest.mark.skipif(most_files() < files_needed(2 * NUM_PEERS), reason="the machine's hard limit is too small")
 def test_an_endpoint_has_hundreds_of_peers_on_other_machines(raised: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, asked = Authenticator._answer, []
+    answer, asked = Authenticator._answer_request, []
 
     async def main() -> int:
         """The descriptors that the peers take. Both ends of each connection are in this process."""
@@ -61,7 +61,7 @@ def test_an_endpoint_has_hundreds_of_peers_on_other_machines(raised: None, monke
                 all_there.set()
             return answer(self, parts)
 
-        monkeypatch.setattr(Authenticator, "_answer", counted)
+        monkeypatch.setattr(Authenticator, "_answer_request", counted)
         endpoint, other = await opened("A", "tcp"), await opened("B", "tcp")
         before = open_now()
         address = via("tcp", other.address)

@@ -195,8 +195,8 @@ BROAD_EXCEPTS = {
     "agents/call_parser.py: ReplyParser.parse",
     "agents/parser_trial.py: parser_reads",
     "agents/endpoint/call_sampler.py: CallSampler._sample_reply",
-    "wire/control.py: Control._work",
-    "wire/connection.py: Listener._drain",
+    "wire/control.py: Control._run_work",
+    "wire/connection.py: Listener._drain_socket",
     "commands/talk.py: Talk.reply.generate",
     "machine/disk.py: told_if_full",
     "environments/environment_class.py: import_package",
@@ -225,7 +225,7 @@ BROAD_EXCEPTS = {
     "models/tokens/chat.py: load_tokenizer",
     "models/tokens/tool_form.py: render_text",
     "training/model/logprobs.py: call_with_stand_ins",
-    "wire/activity.py: Lease._move",
+    "wire/activity.py: Lease._change_hands",
     "wire/activity.py: Lease.begin",
     "wire/activity.py: _hook",
     "runtime/driver/ray_cluster.py: RayCluster.start",
@@ -242,7 +242,7 @@ BROAD_EXCEPTS = {
     "wire/in_ports.py: Inbound.each",
     "wire/items.py: OpenItems.noting_failure",
     "wire/out_ports.py: Outbound._send_on_all",
-    "wire/requests.py: LiveServe._reply",
+    "wire/requests.py: LiveServe._run_body",
     "tasks/reward_calls/reward_client.py: Gathered._answer",
     "tasks/reward_calls/http.py: HttpReward._answer",
     "tasks/reward_calls/judge.py: Judge.__call__",
@@ -262,7 +262,7 @@ hand the exception to those who wait."""
 
 @functools.cache
 def broad_excepts(path: Path) -> tuple[tuple[str, int], ...]:
-    """("wire/connection.py: Listener._drain", line) for each place that catches or suppresses any exception."""
+    """("wire/connection.py: Listener._drain_socket", line) for each place that catches or suppresses any exception."""
 
     def visit(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):

@@ -114,7 +114,7 @@ async def drain(inbox: Inbox) -> list[int]:
 def inbox_of(endpoint: Endpoint, *lanes: LaneSpec) -> Inbox:
     inbox = Inbox("b.in")
     for spec in lanes:
-        inbox.add(endpoint.receiver(spec))
+        inbox.add_lane(endpoint.receiver(spec))
     return inbox
 
 

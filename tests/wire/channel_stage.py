@@ -78,7 +78,7 @@ async def stage(parent: Address, incarnation: int, fate: Fate, transport: TcpTra
     print(to_text(await endpoint.open()), flush=True)
     endpoint.connect("A", parent)
     inbox, edge = Inbox("map.in"), OutEdge([endpoint.sender(OUT)], SHARE)
-    inbox.add(endpoint.receiver(INTO))
+    inbox.add_lane(endpoint.receiver(INTO))
     custody: Custody[bytes] = Custody()
     deliveries: dict[bytes, Delivery] = {}
     idle = asyncio.Event()

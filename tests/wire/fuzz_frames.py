@@ -117,7 +117,7 @@ async def fuzz(count: int, seed: int) -> Counter[str]:
         encoder = MessageEncoder("A", 0)
         encoder.add(rng.sample(frames, rng.randint(1, 3)))
         first, *parts = [bytes(part) for part in encoder.take()]
-        target._arrived([mutated(rng, first, 15, first), *parts])
+        target._receive_parts([mutated(rng, first, 15, first), *parts])
         if at % 10 == 9:
             await ticks()
         outcomes.update(type(error).__name__ for error in errors)
@@ -140,7 +140,7 @@ async def fuzz(count: int, seed: int) -> Counter[str]:
 async def begin(target: Endpoint, there: Any, back: Any) -> list[asyncio.Task[Any]]:
     """Open the lanes, answer "echo" and "note", and ask twice."""
     inbox = Inbox("in")
-    inbox.add(target.receiver(there))
+    inbox.add_lane(target.receiver(there))
     target.sender(back)
     target.on("echo", lambda host, body: body)
     target.on("note", lambda host, body: None)

@@ -83,7 +83,7 @@ async def end(tasks: list[asyncio.Task[Any]]) -> list[Any]:
 def test_every_message_goes_to_one_take_whatever_is_cancelled(script: list[tuple[str, int]]) -> None:
     async def main() -> None:
         receive, inbox, came = ReceiverLane(lane(100)), Inbox("b.in"), 0
-        inbox.add(receive)
+        inbox.add_lane(receive)
 
         def message() -> None:
             nonlocal came

@@ -232,9 +232,9 @@ def test_nobody_hears_of_a_handler_that_was_cancelled_whatever_it_does_then() ->
 
         wire.control.on("ask", stubborn)
         for number, body in ((1, "raise"), (2, "return")):
-            wire.control.receive("A", (REQUEST, 0, 0, number, ("ask", body)))
+            wire.control.receive_frame("A", (REQUEST, 0, 0, number, ("ask", body)))
         await ticks(1)
-        wire.control.receive("A", (ABORT, 0, 0, 1, None))
+        wire.control.receive_frame("A", (ABORT, 0, 0, 1, None))
         wire.control.peer_failed("A", "killed")
         await ticks(3)
         assert (wire.posted, wire.reported) == ([], [])
@@ -257,16 +257,16 @@ def test_a_new_incarnation_may_use_the_number_of_a_request_that_is_still_ending(
             return body
 
         wire.control.on("ask", ask)
-        wire.control.receive("A", (REQUEST, 0, 0, 1, ("ask", "old")))
+        wire.control.receive_frame("A", (REQUEST, 0, 0, 1, ("ask", "old")))
         await ticks(1)
         wire.control.peer_failed("A", "its process was restarted")
         await ticks(1)
-        wire.control.receive("A", (REQUEST, 0, 0, 1, ("ask", "new")))
+        wire.control.receive_frame("A", (REQUEST, 0, 0, 1, ("ask", "new")))
         await ticks(1)
         slow.set()
         await ticks(3)
         [new] = wire.control._works.values()
-        wire.control.receive("A", (ABORT, 0, 0, 1, None))
+        wire.control.receive_frame("A", (ABORT, 0, 0, 1, None))
         await ticks(3)
         assert new.task.done() and not wire.control._works and not wire.posted
 
@@ -279,8 +279,8 @@ def test_an_answer_of_another_host_is_none() -> None:
         request = asyncio.ensure_future(wire.control.request("B", "ask", None))
         await ticks(1)
         number = wire.posted[0][3]
-        wire.control.receive("C", (REPLY, 0, 0, number, (True, "of C")))
-        wire.control.receive("B", (REPLY, 0, 0, number, (True, "of B")))
+        wire.control.receive_frame("C", (REPLY, 0, 0, number, (True, "of C")))
+        wire.control.receive_frame("B", (REPLY, 0, 0, number, (True, "of B")))
         assert await request == "of B"
         await wire.control.close()
         with pytest.raises(LaneFailed, match="closed"):
@@ -332,7 +332,7 @@ def test_a_malformed_answer_fails_the_request_it_is_to(answer: Any) -> None:
         b.on("forever", forever)
         request = asyncio.ensure_future(a.request("B", "forever"))
         await ticks()
-        a._arrived(encoded((REPLY, 0, 0, 1, answer), host="B"))
+        a._receive_parts(encoded((REPLY, 0, 0, 1, answer), host="B"))
         with pytest.raises(WireError, match="the answer is a frame of kind 21 with an invalid payload"):
             await request
 
@@ -345,7 +345,7 @@ def test_an_error_of_any_name_is_one_of_flowrls(kind: str) -> None:
         b.on("forever", forever)
         request = asyncio.ensure_future(a.request("B", "forever"))
         await ticks()
-        a._arrived(encoded((REPLY, 0, 0, 1, (False, {"type": kind, "text": "what was said"})), host="B"))
+        a._receive_parts(encoded((REPLY, 0, 0, 1, (False, {"type": kind, "text": "what was said"})), host="B"))
         with pytest.raises(FlowrlError, match=r"^what was said$"):
             await request
 
@@ -359,9 +359,9 @@ def test_a_request_that_is_refused_fails_where_it_was_made_and_what_follows_come
         assert peer.linked
         request = asyncio.ensure_future(a.request("B", "echo", 1))
         await ticks()  # its number is 1
-        peer._add([peer.numbers.numbered((REQUEST, 0, 0, 1, "no kind and body"))])
-        peer.numbers.keep((REQUEST, 0, 0, 1, None))
-        peer._flush()
+        peer._add([peer.numbers.number_frame((REQUEST, 0, 0, 1, "no kind and body"))])
+        peer.numbers.keep_frame((REQUEST, 0, 0, 1, None))
+        peer._flush_link()
         with contextlib.suppress(WireError):
             assert await request == 1
         assert await a.request("B", "echo", 2) == 2
@@ -374,7 +374,7 @@ def test_a_refused_request_is_answered() -> None:
         b.on("forever", forever)
         request = asyncio.ensure_future(a.request("B", "forever"))
         await ticks()
-        b._arrived(encoded((REQUEST, 0, 0, 1, "no kind and body"), host="A"))
+        b._receive_parts(encoded((REQUEST, 0, 0, 1, "no kind and body"), host="A"))
         with pytest.raises(
             WireError,
             match=r"'A' sent .a frame of kind 20 with an invalid payload.*for which this host has no",

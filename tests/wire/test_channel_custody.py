@@ -187,7 +187,7 @@ class Process:
     def acknowledge(self, ids: Sequence[bytes]) -> None:
         for id in ids:
             assert self.inbound is not None
-            self.inbound.seen.finish(id)
+            self.inbound.seen.finish_message(id)
 
     def receive(self, frame: Frame, *, forward: bool) -> None:
         if forward:

@@ -108,7 +108,7 @@ def test_a_send_that_was_resumed_and_paused_at_once_stays() -> None:
         await edge.send(thing(0))
         waiting = asyncio.create_task(edge.send(thing(1)))
         woken = asyncio.Event()
-        edge.on_taken(lambda ids: (woken.set(), edge.gate.wake(), edge.pause(True)))
+        edge.on_taken(lambda ids: (woken.set(), edge.gate.wake_next(), edge.pause(True)))
         assert await take_indices(port, 1) == [0]
         await woken.wait()
         await ticks(10)  # a send that had been let go would be done

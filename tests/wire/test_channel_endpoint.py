@@ -124,7 +124,7 @@ def test_a_cancelled_send_has_sent_nothing_and_the_next_goes_on() -> None:
 def test_a_take_cancelled_between_waking_and_taking_leaves_the_message_to_the_next() -> None:
     async def main() -> None:
         end, inbox = ReceiverLane(lane()), Inbox("b.in")
-        inbox.add(end)
+        inbox.add_lane(end)
         takes = [asyncio.ensure_future(inbox.take()) for _ in range(3)]
         await asyncio.wait(takes, timeout=0)
         takes[1].cancel()

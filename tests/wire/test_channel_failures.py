@@ -56,7 +56,7 @@ def test_a_failed_lane_raises_at_the_other_end_and_is_no_end_of_stream(transport
 def test_a_consumer_that_fails_ends_waiting_sends() -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         sender, receiver = OutEdge([a.sender(lane(1))], SHARE), b.receiver(lane(1))
-        Inbox("b.in").add(receiver)
+        Inbox("b.in").add_lane(receiver)
         await sender.send(thing(0))
         waits = [asyncio.ensure_future(sender.send(thing(i))) for i in (1, 2)]
         await asyncio.wait(waits, timeout=0)

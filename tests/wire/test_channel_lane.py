@@ -77,7 +77,7 @@ def test_credit_returns_when_taken_and_ack_when_finished() -> None:
     exchange(sender, receiver)
     assert sender.credits == 1
     assert sender.unacked() == [first, second]
-    receiver.seen.finish(first.id)
+    receiver.seen.finish_message(first.id)
     exchange(sender, receiver)
     assert sender.unacked() == [second]
 
@@ -105,8 +105,8 @@ def test_acks_come_in_any_order() -> None:
     exchange(sender, receiver)
     for _ in items:
         receiver.take()
-    receiver.seen.finish(items[2].id)
-    receiver.seen.finish(items[0].id)
+    receiver.seen.finish_message(items[2].id)
+    receiver.seen.finish_message(items[0].id)
     exchange(sender, receiver)
     assert sender.unacked() == [items[1]]
 
@@ -117,7 +117,7 @@ def test_one_flush_holds_one_credit_and_one_ack_for_many_messages() -> None:
         sender.send(envelope(i))
     exchange(sender, receiver)
     for _ in range(8):
-        receiver.seen.finish(receiver.take().id)
+        receiver.seen.finish_message(receiver.take().id)
     frames = receiver.flush()
     assert kinds(frames) == [CREDIT, ACK]
     assert frames[0][3] == 8
@@ -176,7 +176,7 @@ def test_a_cancel_gives_no_credit_for_what_an_earlier_producer_sent() -> None:
         sender.cancel([items[0].id, items[1].id])
         exchange(sender, receiver)
         assert receiver.take() is items[2]
-        receiver.seen.finish(items[2].id)
+        receiver.seen.finish_message(items[2].id)
         exchange(sender, receiver)
         assert (sender.failed, sender.credits, sender.unacked()) == ("", 4, [])
 
@@ -235,7 +235,7 @@ def test_a_repetition_on_another_lane_is_acked_when_the_first_copy_is_finished()
     assert not receivers[1].ready
     exchange(senders[1], receivers[1])
     assert senders[1].credits == 4 and senders[1].unacked() == [item]
-    seen.finish(item.id)
+    seen.finish_message(item.id)
     for sender, receiver in zip(senders, receivers, strict=True):
         exchange(sender, receiver)
         assert sender.unacked() == []
@@ -269,11 +269,11 @@ def test_seen_forgets_only_long_after() -> None:
     seen = Seen(remember=4)
     lane = ReceiverLane(spec(100), 0, seen)
     for i in range(9):
-        assert seen.enter(envelope(i).id, lane, i)
-        seen.finish(envelope(i).id)
-    assert not seen.enter(envelope(8).id, lane, 9)
-    assert not seen.enter(envelope(4).id, lane, 10)
-    assert seen.enter(envelope(0).id, lane, 11)
+        assert seen.admit_copy(envelope(i).id, lane, i)
+        seen.finish_message(envelope(i).id)
+    assert not seen.admit_copy(envelope(8).id, lane, 9)
+    assert not seen.admit_copy(envelope(4).id, lane, 10)
+    assert seen.admit_copy(envelope(0).id, lane, 11)
 
 
 # Peers that break the protocol
@@ -303,7 +303,7 @@ def test_a_peer_that_breaks_the_protocol_fails_the_lane_and_is_still_heard() -> 
             waiting = asyncio.ensure_future(sender.send(thing(2)))
             await a.request("B", "echo", 1)
             assert not waiting.done()
-            b.connection("A").post((kind, sender.lanes[0].spec.number, sender.lanes[0].session, seq, payload))
+            b.connection("A").post_frame((kind, sender.lanes[0].spec.number, sender.lanes[0].session, seq, payload))
             assert await b.request("A", "echo", 2) == 2
             with pytest.raises(LaneFailed, match=reason):
                 await waiting
@@ -328,7 +328,7 @@ def test_what_waits_behind_bytes_that_broke_the_receiver_is_read() -> None:
         loop.set_exception_handler(lambda loop, context: reported.append(context["exception"]))
         socket = Listener(context, receive)
         push = context.socket(zmq.PUSH)
-        push.connect(socket.bind(Target("inproc://broken")))
+        push.connect(socket.bind_socket(Target("inproc://broken")))
         await ticks()  # the look that follows the binding is over
         push.send(b"first..")
         push.send(b"second.")
@@ -532,7 +532,7 @@ class World:
     def finish(self) -> None:
         if self.open:
             id = self.open.pop(self.random.randrange(len(self.open)))
-            self.receiver.seen.finish(id)
+            self.receiver.seen.finish_message(id)
             self.finished.add(id)
 
     def restart_consumer(self) -> None:

@@ -29,16 +29,16 @@ class World:
     heard: list[int] = field(default_factory=list)
 
     def make(self) -> None:
-        frame = self.outgoing.numbered(note(self.num_made))
+        frame = self.outgoing.number_frame(note(self.num_made))
         if self.random.random() < 0.1:
             return  # it cannot be sent: the next one gets its number
-        self.outgoing.keep(frame)
+        self.outgoing.keep_frame(frame)
         self.there.append(frame)
         self.num_made += 1
 
     def deliver(self, at: int = 0) -> None:
         frame = self.there.pop(min(at, len(self.there) - 1))
-        if self.incoming.admits(frame):
+        if self.incoming.admit_frame(frame):
             self.heard.append(frame[4][1])
         if self.incoming.has_unflushed and self.random.random() < 0.5:
             self.back += self.incoming.flush()
@@ -57,7 +57,7 @@ class World:
 
     def reconnect(self) -> None:
         """The sender hears that a connection was made anew; what is left of the one before mixes in."""
-        old, self.there = self.there, self.outgoing.unconfirmed()
+        old, self.there = self.there, self.outgoing.unconfirmed_frames()
         for frame in old:
             self.there.insert(self.random.randint(0, len(self.there)), frame)
 
@@ -88,17 +88,17 @@ def test_each_frame_is_let_in_once_and_in_order_and_kept_no_longer_than_that(see
         elif choice < 0.96:
             world.spoil(world.back)
         assert world.heard == list(range(len(world.heard)))
-        kept = [frame[4][1] for frame in world.outgoing.unconfirmed()]
+        kept = [frame[4][1] for frame in world.outgoing.unconfirmed_frames()]
         assert kept == list(range(world.num_made - len(kept), world.num_made))
         assert world.num_made - len(kept) <= len(world.heard), "what has not come in is kept"
     world.settle()
     assert world.heard == list(range(world.num_made))
-    assert world.outgoing.unconfirmed() == []
+    assert world.outgoing.unconfirmed_frames() == []
 
 
 def test_frames_without_a_number_always_come_in_and_are_not_confirmed() -> None:
     incoming = NumberedFrames()
-    assert incoming.admits(note(0)) and incoming.admits(note(0))
+    assert incoming.admit_frame(note(0)) and incoming.admit_frame(note(0))
     assert not incoming.has_unflushed
 
 
@@ -106,17 +106,17 @@ def test_numbers_go_beyond_what_one_field_of_a_header_holds() -> None:
     outgoing, incoming = NumberedFrames(), NumberedFrames()
     outgoing._confirmed = incoming._admitted = (1 << 32) - 2
     for index in range(4):
-        frame = outgoing.numbered(note(index))
+        frame = outgoing.number_frame(note(index))
         assert max(frame[1], frame[2]) < 1 << 32
-        outgoing.keep(frame)
-        assert incoming.admits(frame) and not incoming.admits(frame)
+        outgoing.keep_frame(frame)
+        assert incoming.admit_frame(frame) and not incoming.admit_frame(frame)
     [(_, _, _, number, _)] = incoming.flush()
     outgoing.on_confirm(number)
-    assert outgoing.unconfirmed() == []
+    assert outgoing.unconfirmed_frames() == []
 
 
 def test_a_word_for_more_than_was_made_confirms_what_was_made() -> None:
     outgoing = NumberedFrames()
-    outgoing.keep(outgoing.numbered(note(0)))
+    outgoing.keep_frame(outgoing.number_frame(note(0)))
     outgoing.on_confirm(9)
-    assert outgoing.unconfirmed() == [] and outgoing.numbered(note(1))[1:3] == (0, 2)
+    assert outgoing.unconfirmed_frames() == [] and outgoing.number_frame(note(1))[1:3] == (0, 2)

@@ -23,7 +23,7 @@ from flowrl.wire.run_files import (
     HEIR,
     Presence,
     leave_heir,
-    mark,
+    mark_path,
     places,
     remove_run,
     run_name,
@@ -98,7 +98,7 @@ def test_another_pid_namespace_sees_the_same_runs(run_id: str) -> None:
 def test_the_last_one_out_takes_all_along(run_id: str) -> None:
     first, last = Presence(run_id), Presence(run_id)
     left = files(run_id)
-    marks = [mark(place, run_name(run_id)) for place in (SHM, socket_root())]
+    marks = [mark_path(place, run_name(run_id)) for place in (SHM, socket_root())]
     first.close()
     assert there(left + marks) == [True] * 4
     last.close()
@@ -119,7 +119,7 @@ def test_what_another_process_removes_meanwhile_is_no_error(
 
         return body
 
-    step = "_ours" if when == "listed" else "_remove"
+    step = "_is_ours" if when == "listed" else "_remove_path"
     monkeypatch.setattr(run_files, step, gone_first(getattr(run_files, step)))
     sweep()
     assert there(left) == [False, False]
@@ -142,7 +142,7 @@ def test_links_are_left_alone_wherever_they_lead(run_id: str, tmp_path: Path) ->
 def test_a_process_that_comes_while_its_mark_is_swept_makes_a_new_one(
     run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swept = mark(SHM, run_name(run_id))
+    swept = mark_path(SHM, run_name(run_id))
     swept.mkdir()
     sweeper = os.open(swept, os.O_RDONLY)
     fcntl.flock(sweeper, fcntl.LOCK_EX)
@@ -228,7 +228,7 @@ def test_an_heir_removes_what_killed_processes_leave_when_the_last_of_them_has_e
         assert not select.select([heir], [], [], 0.2)[0] and there(left) == [True, True]
         last.kill()
         await_end(heir)
-        assert there([*left, *(mark(place, run_name(run_id)) for place in places())]) == [False] * 4
+        assert there([*left, *(mark_path(place, run_name(run_id)) for place in places())]) == [False] * 4
 
 
 def test_an_heir_has_nothing_to_do_after_a_run_that_ends_in_order(run_id: str) -> None:
@@ -250,6 +250,6 @@ def test_a_run_that_has_lost_its_heir_gets_another_from_its_next_process(run_id:
     leave_heir(run_id)
     leave_heir(run_id)
     (heir,) = heirs(run_name(run_id))
-    assert (mark(SHM, run_name(run_id)) / HEIR).exists()
+    assert (mark_path(SHM, run_name(run_id)) / HEIR).exists()
     held.close()
     await_end(heir)

@@ -87,10 +87,10 @@ def test_a_process_that_is_stopped_for_longer_than_the_heartbeat_loses_and_repea
         endpoint = Endpoint("A", run_id=run, driver_pid=os.getpid(), transport=TCP)
         away = to_text(via("tcp", await endpoint.open()))
         endpoint.on("done", lambda host, body: None)
-        reconnected = endpoint._reconnected
-        monkeypatch.setattr(endpoint, "_reconnected", lambda host: (reconnections.append(host), reconnected(host)))
+        reconnected = endpoint._compare_lanes
+        monkeypatch.setattr(endpoint, "_compare_lanes", lambda host: (reconnections.append(host), reconnected(host)))
         edge, inbox = OutEdge([endpoint.sender(INTO)], SHARE), Inbox("sink.in")
-        inbox.add(endpoint.receiver(OUT))
+        inbox.add_lane(endpoint.receiver(OUT))
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.wire.channel_stage", away, "0", "take", "20", to_text(TCP), stdout=-1
         )
@@ -138,7 +138,7 @@ def test_a_stage_that_is_killed_loses_and_repeats_nothing(deaths: list[tuple[str
         await endpoint.open()
         endpoint.on("done", lambda host, body: None)
         edge, inbox = OutEdge([endpoint.sender(INTO)], SHARE), Inbox("sink.in")
-        inbox.add(endpoint.receiver(OUT))
+        inbox.add_lane(endpoint.receiver(OUT))
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             tasks.create_task(send_all(edge))
             found = tasks.create_task(take_all(inbox))

@@ -53,25 +53,25 @@ def test_blocks_never_overlap_and_all_space_comes_back(steps: list[tuple[bool, i
         if give and used:
             offset = random.choice(sorted(used))  # type: ignore[attr-defined]
             del used[offset]
-            space.give(offset)
+            space.free_block(offset)
             continue
-        taken = space.take(size)
+        taken = space.take_block(size)
         if taken is not None:
             assert taken % PAGE == 0 and taken + size <= space.num_bytes
             assert all(taken + size <= other or other + length <= taken for other, length in used.items())
             used[taken] = size
     for offset in used:
-        space.give(offset)
+        space.free_block(offset)
     assert space.used_bytes == 0
-    assert space.take(100 * PAGE) == 0
+    assert space.take_block(100 * PAGE) == 0
 
 
 def test_first_fit_reuses_the_warm_block() -> None:
     space = Space(100 * PAGE)
-    first = space.take(10 * PAGE)
+    first = space.take_block(10 * PAGE)
     assert first == 0
-    space.give(first)
-    assert space.take(10 * PAGE) == 0
+    space.free_block(first)
+    assert space.take_block(10 * PAGE) == 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Ends:
 
     def release(self, host: str, incarnation: int, block: SlabBlock) -> None:
         assert (host, incarnation) == ("A", 0)
-        self.lender.free("B", [block])
+        self.lender.free_blocks("B", [block])
 
     def cross(self, array: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         address = self.lender.lender("B")(array)

@@ -67,7 +67,7 @@ class Sent:
 
     async def send(self, envelope: Envelope) -> None:
         self.envelopes.append(envelope)
-        self.replica.open_items.arrived([envelope.id])
+        self.replica.open_items.note_arrivals([envelope.id])
 
     def ids(self, envelope: Envelope) -> list[bytes]:
         return [envelope.id]

@@ -37,7 +37,7 @@ class Driver:
     def _add(self, name: str) -> Control:
         def post(to: str, frame: Frame) -> None:
             loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self._controls[to].receive, name, frame)
+            loop.call_soon(loop.call_soon, self._controls[to].receive_frame, name, frame)
 
         self._controls[name] = Control(post, self.errors.append)
         return self._controls[name]

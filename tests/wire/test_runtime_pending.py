@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.wire.activity import Activity, HostLoop, PrioritySlots, apart, reasons
+from flowrl.wire.activity import Activity, HostLoop, PrioritySlots, apart, reasons_alive
 from tests.rigs.ticks import ticks
 
 Body = Callable[[Activity], Coroutine[Any, Any, None]]
@@ -27,7 +27,7 @@ def reasons_of(*bodies: Body, between: Callable[[Activity], None] = lambda activ
             tasks = [asyncio.create_task(body(activity)) for body in bodies]
         await ticks(5)  # rounds of the loop, until every task has come to its wait
         between(activity)
-        found = reasons(activity, asyncio.get_running_loop().time())
+        found = reasons_alive(activity, asyncio.get_running_loop().time())
         for task in (*tasks, *activity.pending.tasks):
             task.cancel()
         for task in tasks:
@@ -90,7 +90,7 @@ async def queued_for_a_slot(activity: Activity) -> None:
     slots = PrioritySlots(1)
 
     async def hold(wait: Callable[[Activity], Awaitable[None]]) -> None:
-        async with slots.held(0):
+        async with slots.hold_slot(0):
             await wait(activity)
 
     async with asyncio.TaskGroup() as tasks:
@@ -249,7 +249,7 @@ def test_a_task_that_was_woken_has_moved_already() -> None:
 
 def test_a_node_without_a_task_has_not_begun() -> None:
     async def main() -> list[str]:
-        return reasons(Activity("node/0"), 0.0)
+        return reasons_alive(Activity("node/0"), 0.0)
 
     assert asyncio.run(main()) == ["its code has not started"]
 
@@ -258,6 +258,6 @@ def test_a_node_in_its_set_up_says_so() -> None:
     async def main() -> list[str]:
         activity = Activity("node/0")
         with activity.waiting("outside", "its set-up", inside=None):
-            return reasons(activity, 0.0)
+            return reasons_alive(activity, 0.0)
 
     assert asyncio.run(main()) == ["its set-up"]

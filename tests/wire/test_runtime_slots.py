@@ -17,7 +17,7 @@ def test_the_smallest_priority_is_first_then_the_order_of_arrival() -> None:
         slots, order = PrioritySlots(1), []
 
         async def hold(name: str, priority: int) -> None:
-            async with slots.held(priority):
+            async with slots.hold_slot(priority):
                 order.append(name)
                 await ticks()
 
@@ -33,12 +33,12 @@ def test_what_waits_before_there_are_slots_is_granted_by_priority_too() -> None:
         slots, order = PrioritySlots(0), []
 
         async def take(priority: int) -> None:
-            await slots.take(priority)
+            await slots.take_slot(priority)
             order.append(priority)
 
         tasks = [asyncio.create_task(take(priority)) for priority in (5, 3, 4, 1)]
         await ticks()
-        slots.add(2)
+        slots.add_slots(2)
         await ticks(2)
         begun = list(order)
         for task in tasks:
@@ -52,10 +52,10 @@ def test_what_waits_before_there_are_slots_is_granted_by_priority_too() -> None:
 def test_a_slot_that_is_granted_and_cancelled_in_one_tick_goes_to_the_next() -> None:
     async def main() -> None:
         slots = PrioritySlots(1)
-        await slots.take(0)
-        first, second = (asyncio.create_task(slots.take(priority)) for priority in (1, 2))
+        await slots.take_slot(0)
+        first, second = (asyncio.create_task(slots.take_slot(priority)) for priority in (1, 2))
         await ticks()
-        slots.add(1)  # granted to the first, which has not run since
+        slots.add_slots(1)  # granted to the first, which has not run since
         first.cancel()
         await second
         with pytest.raises(asyncio.CancelledError):
@@ -68,17 +68,17 @@ def test_a_slot_that_is_granted_and_cancelled_in_one_tick_goes_to_the_next() -> 
 def test_waits_that_were_cancelled_leave_nothing() -> None:
     async def main() -> None:
         slots = PrioritySlots(1)
-        await slots.take(0)
+        await slots.take_slot(0)
         for index in range(100):  # they come and go while two others wait for the whole time
             if index in (30, 60):
-                kept = asyncio.create_task(slots.take(1000))
-            given_up = [asyncio.create_task(slots.take(priority)) for priority in range(100)]
+                kept = asyncio.create_task(slots.take_slot(1000))
+            given_up = [asyncio.create_task(slots.take_slot(priority)) for priority in range(100)]
             await ticks()
             for task in given_up:
                 task.cancel()
             await asyncio.wait(given_up)
             assert len(slots) <= 2 * ((index >= 30) + (index >= 60))
-        slots.add(2)
+        slots.add_slots(2)
         await kept
         assert len(slots) == 0
 
@@ -88,7 +88,7 @@ def test_waits_that_were_cancelled_leave_nothing() -> None:
 class Waiter:
     def __init__(self, slots: PrioritySlots, priority: int, number: int) -> None:
         self.rank = (priority, number)
-        self.task = asyncio.create_task(slots.take(priority))
+        self.task = asyncio.create_task(slots.take_slot(priority))
 
 
 OPERATIONS = st.lists(
@@ -114,7 +114,7 @@ def test_slots_go_to_those_who_are_next_and_none_is_lost(num_slots: int, operati
                 await cancelled(waiting.pop(value % len(waiting)))
             elif held:
                 held, free = held - 1, free + 1
-                slots.add(1)
+                slots.add_slots(1)
                 if what == "grant and cancel" and waiting:
                     waiting.sort(key=lambda waiter: waiter.rank)
                     await cancelled(waiting.pop(0))

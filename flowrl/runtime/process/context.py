@@ -105,12 +105,12 @@ class NodeContext:
         loop = asyncio.get_running_loop()
         outside = in_invocation.get() is None
         if outside:
-            self.activity.work(+1)
+            self.activity.count_working(+1)
         try:
             return await loop.run_in_executor(self._thread, functools.partial(_call_in_thread, fn, *args, **kwargs))
         finally:
             if outside:
-                self.activity.work(-1)
+                self.activity.count_working(-1)
 
     def metric(self, name: str, value: float) -> None:
         """Add to a counter of this replica; counters are read once per step and once per second."""

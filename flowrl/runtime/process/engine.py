@@ -351,7 +351,7 @@ class ProcessEngine:
     def _give_up_group(self, host: str, body: dict[str, str]) -> None:
         """Handle the driver's report that a node has dropped a whole group."""
         for replica in self.replicas.values():
-            replica.open_items.given_up.add(body["group_id"], body["state"], body["reason"])
+            replica.open_items.given_up.give_up_group(body["group_id"], body["state"], body["reason"])
 
     def _drop_lost_peer(self, host: str, body: dict[str, Any]) -> None:
         """Handle the driver's report that the run continues without another process, which has died."""
@@ -411,7 +411,9 @@ class ProcessEngine:
         return {
             "ended": [place for replica in replicas for place in replica.open_items.waiting_for_children()],
             "lost": [
-                (*place, dump_value(marker)) for replica in replicas for place, marker in replica.open_items.lost()
+                (*place, dump_value(marker))
+                for replica in replicas
+                for place, marker in replica.open_items.lost_items()
             ],
             "parts": [parts for out in outs.values() for parts in out.parts()],
             "sent": [key for replica in replicas for key in replica.sent_already()],

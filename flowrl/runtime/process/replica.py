@@ -22,7 +22,7 @@ from flowrl.messages.episode import Turn
 from flowrl.runtime.checkpoints.snapshots import SavedMessage
 from flowrl.runtime.process.context import DRIVER, NodeContext, ReplicaPlace
 from flowrl.runtime.telemetry.trace import TraceBuffer
-from flowrl.wire.activity import Activity, Lease, as_failure, in_invocation, reasons
+from flowrl.wire.activity import Activity, Lease, as_failure, in_invocation, reasons_alive
 from flowrl.wire.control import Answer
 from flowrl.wire.edges import Inbox, OutEdge
 from flowrl.wire.encoding.schema import Envelope
@@ -153,20 +153,20 @@ class Replica:
     ) -> asyncio.Task[None] | None:
         if not outs:
             for item in items:
-                self.open_items.end(item)
+                self.open_items.end_item(item)
             return None
         for item in items:
             item.held = True  # its invocation may end before the marker is sent
         for out in outs:
-            out.leaving(+1)
+            out.count_leaving(+1)
 
         async def send_markers() -> None:
             in_invocation.set(None)  # this wait is not part of the invocation that lost the items
             for out in outs:
                 await out.send_tombstone(marker, items)
-                out.leaving(-1)
+                out.count_leaving(-1)
             for item in items:
-                self.open_items.end(item)
+                self.open_items.end_item(item)
 
         forwarding = send_markers()
         try:
@@ -183,7 +183,7 @@ class Replica:
     def use_up(self, items: Sequence[Item]) -> None:
         if len(self.outbound) == 1 or self._report_elsewhere(items) is None:
             for item in items:
-                self.open_items.end(item)
+                self.open_items.end_item(item)
 
     def _report_elsewhere(self, items: Sequence[Item]) -> asyncio.Task[None] | None:
         """On ports that count samples, send tombstones for samples sent only on other ports; None if there are none."""
@@ -202,7 +202,7 @@ class Replica:
         """The messages that no consumer has finished, and records of items in progress, for `Snapshot.add_saved`."""
         replica_id = self.place.replica_id
         messages = [(replica_id, *kept) for out in self.outbound.values() for kept in out.unacked()]
-        records = self.open_items.records()
+        records = self.open_items.kept_records()
         return messages + [(replica_id, port, "", Envelope(key, body=record)) for (port, key), record in records]
 
     def sent_already(self) -> list[bytes]:
@@ -227,7 +227,7 @@ class Replica:
         """Send a checkpoint's message again once the node runs: the send may have to wait for credit."""
         ports = [out for out in self.outbound.values() if kept[0].startswith(f"{out.port} -> ")]
         for out in ports:
-            out.leaving(+1)
+            out.count_leaving(+1)
         self._restored += [(out, kept) for out in ports]
 
     def trace_invocation(self, item: Item, *, begins: bool) -> None:
@@ -257,7 +257,7 @@ class Replica:
             "moves": self.activity.moves,
             "waits": waits,
             "open": len(self.open_items),
-            "alive": [] if self.ended else reasons(self.activity, asyncio.get_running_loop().time()),
+            "alive": [] if self.ended else reasons_alive(self.activity, asyncio.get_running_loop().time()),
         }
 
 
@@ -310,7 +310,7 @@ def _connect_in(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, ar
     inbox = Inbox(label)
     for lane in plan.lanes:
         if lane.consumer == replica.place.replica_id and lane.edge.endswith(f" -> {label}"):
-            inbox.add(endpoint.receiver(_lane_spec(lane)))
+            inbox.add_lane(endpoint.receiver(_lane_spec(lane)))
             sink = sink or lane.kind == "latest"
     away = label.partition(".")[2] in replica.node.facts().without_devices
     lease = Lease("", replica.place.replica_id, endpoint) if away else replica.lease
@@ -331,7 +331,7 @@ def _connect_out(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint,
         for edge, members in lanes.items()
     ]
     for out in edges:
-        out.on_taken(replica.open_items.arrived)
+        out.on_taken(replica.open_items.note_arrivals)
     return Outbound(label, edges, replica, _find_trainers(plan, port_plan), counted=port_plan.counted)
 
 

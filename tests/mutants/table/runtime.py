@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant(
         name="slots_by_arrival",
         fault="places are given by arrival, not by ticket",
-        function="PrioritySlots.take",
+        function="PrioritySlots.take_slot",
         before="heapq.heappush(self._queue, (priority, next(self._arrivals), granted))",
         after="heapq.heappush(self._queue, (0, next(self._arrivals), granted))",
         test="tests/wire/test_runtime_slots.py::test_the_smallest_priority_is_first_then_the_order_of_arrival",

@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         name="piece_of_the_next_batch",
         fault="a piece may have a group of the next batch",
-        function="Window._choose",
+        function="Window._choose_tickets",
         before="if len(chosen) == self.missing or (waits and not (early and self._num_older(ticket) < self.missing)):",
         after="if len(chosen) == self.missing or (waits and not (early and self._num_older(ticket) <= self.missing)):",
         test="tests/nodes/test_nodes_batch_pieces.py::test_groups_that_will_be_in_the_batch_do_not_wait_for_older_ones",
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         name="untrained_counted_twice",
         fault="a group that is left out stays among the untrained",
-        function="Tickets._settle",
+        function="Tickets._settle_ticket",
         before="self._num_untrained -= 1",
         after="self._num_untrained -= version is not None",
         test="tests/wire/test_tickets.py::test_the_number_of_untrained_groups_is_counted_right",
