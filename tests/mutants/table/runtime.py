@@ -217,7 +217,7 @@ MUTANTS = (
         name="routing_out_of_service_counts",
         fault="sessions avoid their replica because of an idle one that is out of service",
         function="SessionRouter._is_near",
-        before="least = min(loads[index] for index in self._candidates())",
+        before="least = min(loads[index] for index in self._replicas_in_use())",
         after="least = min(loads)",
         test="tests/wire/test_runtime_sessions.py::test_the_load_of_a_replica_out_of_service_does_not_bind_the_others",
     ),
