@@ -374,7 +374,7 @@ class Endpoint:
         waits = [
             LaneWait("credit", lane.spec.name, now - since)
             for lane in self._senders.values()
-            if lane.edge is not None and (since := lane.edge.gate.since()) is not None and not lane.credits
+            if lane.edge is not None and (since := lane.edge.gate.waiting_since()) is not None and not lane.credits
         ]
         inboxes = {id(lane.inbox): lane.inbox for lane in self._receivers.values() if lane.inbox is not None}
         waits += [
