@@ -227,7 +227,7 @@ BROAD_EXCEPTS = {
     "training/model/logprobs.py: call_with_stand_ins",
     "wire/activity.py: Lease._change_hands",
     "wire/activity.py: Lease.begin",
-    "wire/activity.py: _hook",
+    "wire/activity.py: _run_hook",
     "runtime/driver/ray_cluster.py: RayCluster.start",
     "runtime/driver/ray_start.py: _call_and_wait",
     "runtime/driver/driver.py: Driver.run",

@@ -68,7 +68,7 @@ def test_nothing_is_kept_for_a_peer_that_has_left() -> None:
             await arrived.wait()
             core.notify("gone", "note", 1)
             core._flusher.send_confirmations()
-        assert (peer.unflushed, peer._pending, peer.numbers.unconfirmed()) == ([], [], [])
+        assert (peer.unflushed, peer._pending, peer.numbers.unconfirmed_frames()) == ([], [], [])
         with pytest.raises(LaneFailed, match="died"):
             await core.request("gone", "ask")
         await core.arrived(["gone"])
