@@ -186,7 +186,7 @@ class LaneEnd:
         """The other end has failed."""
         self.failed = self.failed or reason
 
-    def _begin_session(self, session: int) -> None:
+    def _begin_anew(self, session: int) -> None:
         """The process at the other end, or this one, was replaced."""
         self.session = session
         self.failed = ""
@@ -389,7 +389,7 @@ class SenderLane(LaneEnd):
 
     def restart(self, session: int) -> None:
         """One of the two processes was replaced: begin a new session, and replay all kept messages."""
-        self._begin_session(session)
+        self._begin_anew(session)
         self._taken_before |= {envelope.id for seq, envelope in self._kept.items() if seq < self._taken}
         self._backlog = deque(self.unacked())
         self._kept = {}
@@ -487,7 +487,7 @@ class LatestSender(SenderLane):
         self._say_close()
 
     def restart(self, session: int) -> None:
-        self._begin_session(session)
+        self._begin_anew(session)
         self._on_way.clear()
         self._next = self._taken = 0
         self._pending = self._newest is not None
@@ -719,7 +719,7 @@ class ReceiverLane(LaneEnd):
     def restart(self, session: int) -> None:
         """One of the two processes was replaced. Messages of the old producer stay in the queue; their repetitions are
         dropped."""
-        self._begin_session(session)
+        self._begin_anew(session)
         self._queue = deque((-1, envelope) for _, envelope in self._queue if envelope is not None)
         self.ready = bool(self._queue)
         self._reset_counts()
@@ -813,5 +813,5 @@ class LatestReceiver(ReceiverLane):
         """Nothing to repeat: the sender of a latest edge keeps no message for its ack."""
 
     def restart(self, session: int) -> None:
-        self._begin_session(session)
+        self._begin_anew(session)
         self._reset_counts()

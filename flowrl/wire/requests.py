@@ -160,14 +160,14 @@ class SessionRouter:
             return RoutedTo(self._least_loaded(), moved=False)
         home = self._sessions.get(session)
         if home is None:
-            return RoutedTo(self._add_session(session, group), moved=False)
+            return RoutedTo(self._add_home(session, group), moved=False)
         self._sessions.move_to_end(session)
         if self._is_near(home.replica):
             return RoutedTo(home.replica, moved=False)
         home.replica = self._least_loaded()
         return RoutedTo(home.replica, moved=True)
 
-    def _add_session(self, session: str, group: str) -> int:
+    def _add_home(self, session: str, group: str) -> int:
         """Remember a new session. Returns its replica."""
         if len(self._sessions) == self._most_sessions:
             self.forget(next(iter(self._sessions)))
