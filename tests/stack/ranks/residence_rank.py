@@ -56,7 +56,7 @@ def step(engine: ZeroEngine, number: int) -> float:
 def outcome(engine: ZeroEngine) -> list[torch.Tensor]:
     """Everything that training has changed on this rank, and the whole weights."""
     whole = [tensor.clone() for _, tensors in engine.weight_buckets(1 << 30) for tensor in tensors]
-    average = engine._ema._average if engine._ema is not None else []
+    average = engine._ema.averages if engine._ema is not None else []
     return [*whole, *(t.clone() for t in master_weights(engine._engine)), *(t.clone() for t in average)]
 
 
