@@ -21,8 +21,8 @@ from flowrl.environments import Action, Episodes, environment_rows
 
 FRESH = """
 import asyncio, sys
-from flowrl.environments.environment_row import find_environment
-env = find_environment(sys.argv[1]).made()
+from flowrl.environments.environment_class import find_environment
+env = find_environment(sys.argv[1]).make_environment()
 asyncio.run(env.reset({}, int(sys.argv[2])))
 print("ready", flush=True)
 sys.stdin.read()

@@ -99,8 +99,6 @@ import sys
 from pathlib import Path
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, gpu_check
 from flowrl.commands.gpu_check.stage_list import CheckStage
-from flowrl.runtime.checkpoints.rundir import locked
-from flowrl.runtime.checkpoints.rundir import locked
 STAGE = CheckStage("e", "", "tests.gpu.gpu_check_stages:endless")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 gpu_check(GpuCheckOptions(out=Path(sys.argv[1]), device="cpu"), [STAGE])

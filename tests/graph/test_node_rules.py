@@ -272,7 +272,7 @@ OBJECTIVES = {
     NoSuchColumn: f"has a method columns that raised AttributeError: 'Trainable' object has no attribute 'nothing' in "
     f"{line_of(NoSuchColumn.columns, 1)}, on made-up data of the right shapes",
     ShortColumn: "has a method columns that returned advantages of shape [1] for a sample of 5 tokens; a column has "
-    "one number for each token",
+    "one number for each token, or what `needed_columns` declares",
     NoDict: "has a method columns that returned a list; it has to return a dict of arrays by name",
     UnknownStatistic: "returned the stats b, which stats= does not name; name them there",
     OnlyLoss: "returned a tensor; the method loss has to return (loss, stats), with {} if it has no stats",

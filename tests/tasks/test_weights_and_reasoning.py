@@ -47,7 +47,7 @@ def of_file(rows: Rows) -> list[Row]:
     return sorted((*rows.train, *rows.held_out), key=lambda row: int(row.place.rpartition(":")[2]))
 
 
-def trained(row: Row, render: str = "demonstration", tokenizer: Any = None) -> str:
+def trained(row: Row, render: str = "encode_demonstration", tokenizer: Any = None) -> str:
     tokenizer = tokenizer or merging()
     ids, mask = getattr(Chat(tokenizer), render)(row.turns, row.response)
     return str(tokenizer.decode(ids[mask]))
@@ -99,7 +99,7 @@ def test_a_last_turn_of_weight_0_is_left_out_with_what_follows_the_trained_one(t
     (row,) = of_file(load_demonstrations(Task(written(tmp_path, {"messages": turns})), whole=True))
     assert trained(row) == "right<|im_end|>"
     with pytest.raises(Unrendered, match="every turn that would be trained has weight 0"):
-        trained(row, "completion")
+        trained(row, "encode_completion")
 
 
 def test_completions_of_preferences_have_weights_and_reward_models_refuse_them(tmp_path: Path) -> None:

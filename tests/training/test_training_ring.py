@@ -97,8 +97,8 @@ def test_ranks_compute_the_same_number_of_scores() -> None:
         for rank in range(size):
             about = Ring(SequenceGroup(None, rank, size, "ring"), sight, 1.0)
             blocks = [about.make_block(step, q, v) for step in range(size)]
-            assert all(isinstance(block.kernel, CpuFlashBlock) for block in blocks), "no mask is needed"
-            numbers.append([len(range(6)[block.queries]) * len(range(6)[block.keys]) for block in blocks])
+            assert all(isinstance(kernel, CpuFlashBlock) for _, _, kernel in blocks), "no mask is needed"
+            numbers.append([len(range(6)[queries]) * len(range(6)[keys]) for queries, keys, _ in blocks])
         assert numbers == [[36, *[18] * (size - 1)]] * size
 
 
@@ -108,10 +108,10 @@ def test_a_window_computes_the_scores_near_it() -> None:
     q = torch.zeros(1, 1, 16, 8)
     widths = []
     for step in range(4):
-        block = about.make_block(step, q, q)
-        assert isinstance(block.kernel, PlainBlock)
-        queries = range(len(range(16)[block.queries]))
-        widths.append([len(range(16)[block.keys][block.kernel.seen(slice(n, n + 1))[0]]) for n in queries])
+        queries, keys, kernel = about.make_block(step, q, q)
+        assert isinstance(kernel, PlainBlock)
+        rows = range(len(range(16)[queries]))
+        widths.append([len(range(16)[keys][kernel.seen(slice(n, n + 1))[0]]) for n in rows])
     own, first, last, next_but_one = widths
     assert own == [1, 2, 3, 4, 5, 6, 6, 6] * 2, "positions 8 to 15 and 48 to 55"
     assert first == [5, 4, 3, 2, 1, 0, 0, 0] + [0] * 8, "0 to 7; 56 to 63 come later than all"
