@@ -48,6 +48,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A warm Python of its own, whose servers import a module that counts its imports; they end with the test."""
     (tmp_path / "warmed.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('once '); {TORCH}")
     (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()  # without it the tests of the checkout would come first
     (tmp_path / "tests" / "says.py").write_text(SAYS)
     code = Path(server.__file__).read_text().replace('"trainer": TRAINER', '"trainer": ("warmed",)')
     (tmp_path / "server.py").write_text(code)
