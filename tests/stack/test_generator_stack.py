@@ -129,7 +129,7 @@ def test_what_a_checkpoint_kept_is_not_sampled_again(live: Live, monkeypatch: py
 
     def kept() -> bool:
         """As if the run had begun with the message that would be made now."""
-        out.sent_before.add(out._next_id(out._parents(None)))
+        out.sent_before.add(out._next_id(out._parents_of(None)))
         asked.set()
         return bool(was_sent())
 
