@@ -20,7 +20,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
-from flowrl.graph.analysis.memory_use import memory_problems
+from flowrl.graph.analysis.memory_use import find_residents, memory_problems
 from flowrl.graph.analysis.numbers import derive_numbers
 from flowrl.graph.analysis.place import device_pools, unit_need
 from flowrl.graph.analysis.plan import make_plan
@@ -82,7 +82,8 @@ class Variations:
         times as long."""
         if sum(unit_need(units)[1] for _, units in device_pools(graph, self.cluster)) > self.cluster.num_gpus:
             return True
-        return any(memory_problems(graph, make_plan(graph, self.cluster), self.cluster))
+        residents = find_residents(graph, make_plan(graph, self.cluster), self.cluster)
+        return any(memory_problems(residents, self.cluster))
 
     def allowed(self, overrides: Overrides) -> bool:
         """Whether nothing is wrong with these overrides, except perhaps the size of the graph."""

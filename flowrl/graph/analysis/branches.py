@@ -7,9 +7,9 @@ tombstone if the node sent the message elsewhere. So the number of paths is the 
 
 Only queue edges carry samples. They form no cycle in a graph that passes the check.
 
-`in_pieces`: batchers that send their batches in pieces, because every trainer that they feed begins before a batch is
-whole. Pieces change only rounding. If they would change anything else, or if nothing would be gained, the batch is
-sent whole, and `flowrl check` prints the reason.
+`whole_batch_reasons`: why a batcher sends its batches whole. It sends them in pieces if every trainer that it feeds
+begins before a batch is whole. Pieces change only rounding. If they would change anything else, or if nothing would be
+gained, the batch is sent whole, and `flowrl check` prints the reason.
 
 `stand_ins`: nodes that can lose a replica and continue, because the others can do everything that it did. Such a node
 declares this (`Facts.stands_in`) and has several replicas. It only answers requests and reads weights: the messages
@@ -21,7 +21,7 @@ wait for the replica that holds them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,42 +33,34 @@ from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Batch, Weights
 
 
-@dataclass(frozen=True)
-class FlowStep:
-    """One possible move of a message: from one node to another, along an edge."""
+def reachable_nodes(
+    graph: Graph, *starts: str, by_calls: bool = True, not_past: frozenset[str] = frozenset()
+) -> frozenset[str]:
+    """Names of the nodes that messages of the nodes `starts` can reach, `starts` included.
 
-    source: str
-    target: str
-    edge: Edge
-
-
-def flow_steps(graph: Graph) -> tuple[FlowStep, ...]:
-    """All moves of messages, without latest edges."""
-    return tuple(step for edge in graph.edges for step in _steps_of(edge))
-
-
-def _steps_of(edge: Edge) -> Iterator[FlowStep]:
-    if edge.kind == "queue":
-        yield FlowStep(port_owner(edge.out), port_owner(edge.into), edge)
-    elif edge.kind == "call":
-        yield FlowStep(port_owner(edge.out), port_owner(edge.into), edge)
-        yield FlowStep(port_owner(edge.into), port_owner(edge.out), edge)
-
-
-def reachable_nodes(graph: Graph, start: str, *, not_past: frozenset[str] = frozenset()) -> frozenset[str]:
-    """Names of the nodes that messages of node `start` can reach, `start` included.
-
-    Nodes of `not_past` are reached, but pass nothing on.
+    Messages move along queue edges and, with `by_calls`, both ways along call edges. Nodes of `not_past` are reached,
+    but pass nothing on.
     """
-    return _reached_from(
-        start, [(step.source, step.target) for step in flow_steps(graph) if step.source not in not_past]
-    )
+    steps: list[tuple[str, str]] = []
+    for edge in graph.edges:
+        source, target = port_owner(edge.out), port_owner(edge.into)
+        if edge.kind == "queue" or (edge.kind == "call" and by_calls):
+            steps.append((source, target))
+        if edge.kind == "call" and by_calls:
+            steps.append((target, source))
+    seen, frontier = set(starts), list(starts)
+    while frontier:
+        node = frontier.pop()
+        new = set() if node in not_past else {target for source, target in steps if source == node} - seen
+        seen |= new
+        frontier += new
+    return frozenset(seen)
 
 
-def nodes_past(graph: Graph, port: Port) -> frozenset[str]:
+def nodes_past(graph: Graph, port: Port, *, by_calls: bool = True) -> frozenset[str]:
     """Names of the nodes that messages sent on the Out port `port` can reach."""
     starts = [port_owner(edge.into) for edge in graph.edges if edge.kind == "queue" and edge.out is port]
-    return frozenset().union(*(reachable_nodes(graph, start) for start in starts))
+    return reachable_nodes(graph, *starts, by_calls=by_calls)
 
 
 def source_ports(graph: Graph) -> list[Port]:
@@ -78,45 +70,27 @@ def source_ports(graph: Graph) -> list[Port]:
     return list(ports)
 
 
-def admitted_port(graph: Graph) -> Port | None:
-    """The Out port whose groups get tickets."""
-    return None if graph.admission is None else graph.admission.out
-
-
-def _reached_from(start: str, pairs: list[tuple[str, str]]) -> frozenset[str]:
-    seen, frontier = {start}, [start]
-    while frontier:
-        node = frontier.pop()
-        new = {target for source, target in pairs if source == node} - seen
-        seen |= new
-        frontier += new
-    return frozenset(seen)
-
-
 def find_cycles(edges: list[Edge]) -> Iterator[tuple[Edge, ...]]:
     """One shortest cycle through each edge that is on a cycle; no cycle twice. Edges run out -> into."""
     seen: set[frozenset[int]] = set()
     for edge in edges:
-        path = _shortest_path(edges, port_owner(edge.into), port_owner(edge.out))
-        if path is not None:
-            cycle = (edge, *path)
+        # Breadth first from the edge's end back to its beginning.
+        start, end = port_owner(edge.into), port_owner(edge.out)
+        paths: dict[str, tuple[Edge, ...]] = {start: ()}
+        frontier = [start]
+        while frontier and end not in paths:
+            ahead: list[str] = []
+            for step in edges:
+                if port_owner(step.out) in frontier and port_owner(step.into) not in paths:
+                    paths[port_owner(step.into)] = (*paths[port_owner(step.out)], step)
+                    ahead.append(port_owner(step.into))
+            frontier = ahead
+        if end in paths:
+            cycle = (edge, *paths[end])
             key = frozenset(id(part) for part in cycle)
             if key not in seen:
                 seen.add(key)
                 yield cycle
-
-
-def _shortest_path(edges: list[Edge], start: str, end: str) -> tuple[Edge, ...] | None:
-    paths: dict[str, tuple[Edge, ...]] = {start: ()}
-    frontier = [start]
-    while frontier and end not in paths:
-        ahead: list[str] = []
-        for edge in edges:
-            if port_owner(edge.out) in frontier and port_owner(edge.into) not in paths:
-                paths[port_owner(edge.into)] = (*paths[port_owner(edge.out)], edge)
-                ahead.append(port_owner(edge.into))
-        frontier = ahead
-    return paths.get(end)
 
 
 @dataclass(frozen=True)
@@ -139,23 +113,17 @@ def counts_samples(node: Node) -> bool:
     return bool(facts.joins) or not facts.keeps_lineage
 
 
-def trainers_beyond(graph: Graph) -> tuple[str, ...]:
+def find_trainers(graph: Graph) -> tuple[str, ...]:
     """The nodes that train, the main one first: its weights are those that the admission's first `until` names.
 
     A trainer is a gang, sends weights, or declares itself a trainer in its facts.
     """
-    sending = {
-        port_owner(e.out) for e in graph.edges if e.kind == "latest" and issubclass(carried_type(e.out), Weights)
-    }
+    latest = [edge for edge in graph.edges if edge.kind == "latest"]
+    sending = {port_owner(edge.out) for edge in latest if issubclass(carried_type(edge.out), Weights)}
+    until = () if graph.admission is None else graph.admission.until
+    main = next((port_owner(edge.out) for edge in latest if until and edge.into is until[0]), None)
     found = [name for name, node in graph.nodes.items() if node.gang or node.facts().trains or name in sending]
-    return tuple(sorted(found, key=lambda name: name != main_trainer(graph)))
-
-
-def main_trainer(graph: Graph) -> str | None:
-    if graph.admission is None:
-        return None
-    first = graph.admission.until[0] if graph.admission.until else None
-    return next((port_owner(e.out) for e in graph.edges if e.kind == "latest" and e.into is first), None)
+    return tuple(sorted(found, key=lambda name: name != main))
 
 
 class Branches:
@@ -163,74 +131,47 @@ class Branches:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self.trainers = trainers_beyond(graph)
-        self._queues = [edge for edge in graph.edges if edge.kind == "queue"]
+        self.trainers = find_trainers(graph)
         self._into: dict[int, list[Edge]] = {}
-        self._out_of: dict[int, list[Edge]] = {}
-        for edge in self._queues:
-            self._into.setdefault(id(edge.into), []).append(edge)
-            self._out_of.setdefault(id(edge.out), []).append(edge)
+        for edge in graph.edges:
+            if edge.kind == "queue":
+                self._into.setdefault(id(edge.into), []).append(edge)
 
     @cached_property
     def own_clock(self) -> tuple[str, ...]:
         """Trainers whose versions differ from the main trainer's, because they receive other batches."""
-        if not self.trainers:
-            return ()
-        fed = {name: self._batch_ports(name) for name in self.trainers}
+        fed: dict[str, frozenset[int]] = {}  # trainer -> the Out ports that feed its required In ports
+        for name in self.trainers:
+            node = self._graph.nodes[name]
+            optional = node.facts().optional
+            ports = [port for port in node.ports.values() if isinstance(port, In) and port.name not in optional]
+            fed[name] = frozenset(id(edge.out) for port in ports for edge in self._into.get(id(port), ()))
         return tuple(name for name in self.trainers[1:] if fed[name] != fed[self.trainers[0]])
 
-    def _batch_ports(self, name: str) -> frozenset[int]:
-        """The Out ports that feed a node's required In ports."""
-        node = self._graph.nodes[name]
-        optional = node.facts().optional
-        ports = [port for port in node.ports.values() if isinstance(port, In) and port.name not in optional]
-        return frozenset(id(edge.out) for port in ports for edge in self._into.get(id(port), ()))
-
-    def beyond(self, port: Port) -> tuple[str, ...]:
+    def reached_trainers(self, port: Port) -> tuple[str, ...]:
         """The trainers that an Out port's messages reach; for an In port, from its own node onwards."""
-        names = (
-            {port_owner(port)} if isinstance(port, In) else {port_owner(e.into) for e in self._out_of.get(id(port), ())}
-        )
-        reached = frozenset().union(*(self._reached(name) for name in names)) if names else frozenset()
+        if isinstance(port, In):
+            reached = reachable_nodes(self._graph, port_owner(port), by_calls=False)
+        else:
+            reached = nodes_past(self._graph, port, by_calls=False)
         return tuple(name for name in self.trainers if name in reached)
-
-    def _reached(self, start: str) -> frozenset[str]:
-        """The nodes that samples can reach from `start`, `start` included."""
-        seen, frontier = {start}, [start]
-        while frontier:
-            name = frontier.pop()
-            new = {port_owner(edge.into) for edge in self._queues if port_owner(edge.out) == name} - seen
-            seen |= new
-            frontier += new
-        return frozenset(seen)
-
-    def counts_beyond(self, name: str) -> bool:
-        """See `counts`."""
-        return counts_samples(self._graph.nodes[name])
 
     def is_counted(self, port: Port) -> bool:
         """Whether a node downstream of this Out port counts samples or trains."""
-        names = {port_owner(edge.into) for edge in self._out_of.get(id(port), ())}
-        reached = frozenset().union(*(self._reached(name) for name in names)) if names else frozenset()
+        reached = nodes_past(self._graph, port, by_calls=False)
         return any(name in self.trainers or counts_samples(self._graph.nodes[name]) for name in reached)
 
     def num_arrivals(self, port: Port) -> dict[str, int]:
         """Source port -> number of arrivals at this In port for each of its samples; sources with none are left out."""
-        return {
-            port_name(source): number
-            for source in self._sources
-            if (number := sum(self._copies(edge, source) for edge in self._into.get(id(port), ())))
+        admission = self._graph.admission
+        sources = source_ports(self._graph) if admission is None else [admission.out]
+        edges = self._into.get(id(port), ())
+        numbers = {
+            port_name(one): sum(self._num_copies(edge.out, one, frozenset()) for edge in edges) for one in sources
         }
+        return {source: number for source, number in numbers.items() if number}
 
-    @property
-    def _sources(self) -> list[Port]:
-        admitted = admitted_port(self._graph)
-        return source_ports(self._graph) if admitted is None else [admitted]
-
-    def _copies(self, edge: Edge, source: Port) -> int:
-        return self._sent(edge.out, source, frozenset())
-
-    def _sent(self, port: Port, source: Port, above: frozenset[str]) -> int:
+    def _num_copies(self, port: Port, source: Port, above: frozenset[str]) -> int:
         """Number of things that leave `port` per sample of `source`. A cycle (rejected by the check) counts once."""
         name = port_owner(port)
         if port is source:
@@ -238,13 +179,9 @@ class Branches:
         if name in above or name == port_owner(source):
             return 0
         node = self._graph.nodes[name]
-        taken = [
-            self._sent(edge.out, source, above | {name})
-            for into in node.ports.values()
-            if isinstance(into, In)
-            for edge in self._into.get(id(into), ())
-        ]
-        return min(sum(taken), 1) if counts_samples(node) else sum(taken)
+        edges = [edge for into in node.ports.values() if isinstance(into, In) for edge in self._into.get(id(into), ())]
+        taken = sum(self._num_copies(edge.out, source, above | {name}) for edge in edges)
+        return min(taken, 1) if counts_samples(node) else taken
 
     def repeated_samples(self, port: Port) -> dict[str, list[str]]:
         """Out port -> the edges into the In port `port` that together deliver each of its messages more than once.
@@ -252,103 +189,79 @@ class Branches:
         Two paths that split at the edges of one Out port both deliver a sample. Two paths that split at the Out ports
         of one node do not: the node sends the sample on one of them.
         """
-        paths = self._paths(port, frozenset())
         found: dict[str, dict[str, None]] = {}
-        for one, other in itertools.combinations(paths, 2):
-            first, second = next(
-                (pair for pair in zip(one, other, strict=False) if pair[0] is not pair[1]), (None, None)
-            )
+        for one, other in itertools.combinations(self._find_paths(port, frozenset()), 2):
+            split = next((pair for pair in zip(one, other, strict=False) if pair[0] is not pair[1]), None)
             meet_here = one[-1] is not other[-1]
-            if meet_here and first is not None and second is not None and first.out is second.out:
-                found.setdefault(port_name(first.out), {}).update({one[-1].name: None, other[-1].name: None})
+            if meet_here and split is not None and split[0].out is split[1].out:
+                found.setdefault(port_name(split[0].out), {}).update({one[-1].name: None, other[-1].name: None})
         return {out: list(lasts) for out, lasts in found.items()}
 
-    def _paths(self, port: Port, above: frozenset[str]) -> list[tuple[Edge, ...]]:
+    def _find_paths(self, port: Port, above: frozenset[str]) -> list[tuple[Edge, ...]]:
         """The paths of samples to an In port, as edges; joined paths count as one after the join."""
         paths: list[tuple[Edge, ...]] = []
         for edge in self._into.get(id(port), ()):
             name = port_owner(edge.out)
-            before = (
-                [] if name in above else [path for p in self._apart(name) for path in self._paths(p, above | {name})]
-            )
+            node = self._graph.nodes[name]
+            joined = node.facts().joins[1:]
+            ports = [into for into in node.ports.values() if isinstance(into, In) and into.name not in joined]
+            before = [] if name in above else [path for p in ports for path in self._find_paths(p, above | {name})]
             paths += [(*path, edge) for path in before] or [(edge,)]
         return paths
 
-    def _apart(self, name: str) -> list[Port]:
-        """The In ports of a node, but only the first one of joined ports."""
-        node = self._graph.nodes[name]
-        joined = node.facts().joins[1:]
-        return [port for port in node.ports.values() if isinstance(port, In) and port.name not in joined]
-
     def port_plans(self) -> tuple[PortPlan, ...]:
-        """The plans of every connected In and Out port of the graph's queue edges, and of sources."""
-        return tuple(self._plan(port) for port in self._ports())
-
-    def _ports(self) -> Iterable[Port]:
-        return (p for node in self._graph.nodes.values() for p in node.ports.values() if isinstance(p, In | Out))
-
-    def _plan(self, port: Port) -> PortPlan:
-        if isinstance(port, Out):
-            return PortPlan(port_name(port), self.beyond(port), counted=self.is_counted(port))
-        merging = counts_samples(self._graph.nodes[port_owner(port)])
-        arrivals = max(self.num_arrivals(port).values(), default=1) if merging else 1
-        return PortPlan(port_name(port), self.beyond(port), arrivals=arrivals)
-
-
-def by_name(plans: Iterable[PortPlan]) -> Mapping[str, PortPlan]:
-    """The plans by port name."""
-    return {plan.name: plan for plan in plans}
+        """The plans of every In and Out port of the graph."""
+        found = []
+        for node in self._graph.nodes.values():
+            for port in node.ports.values():
+                name, trainers = port_name(port), self.reached_trainers(port)
+                if isinstance(port, Out):
+                    found.append(PortPlan(name, trainers, counted=self.is_counted(port)))
+                elif isinstance(port, In):
+                    arrivals = max(self.num_arrivals(port).values(), default=1) if counts_samples(node) else 1
+                    found.append(PortPlan(name, trainers, arrivals=arrivals))
+        return tuple(found)
 
 
-def in_pieces(graph: Graph) -> tuple[str, ...]:
-    """The names of the batchers that send batches in pieces."""
-    senders = dict.fromkeys(port_owner(edge.out) for edge in _batch_edges(graph))
-    return tuple(name for name in senders if not _why_not(graph, name))
-
-
-def piece_problems(graph: Graph) -> Iterator[str]:
-    """Trainers that are set to accumulate but cannot."""
-    for trainer, why in _takes_whole_batches(graph, "on"):
-        yield f"node {trainer}: accumulate is 'on', but batches come whole, because {why}; set it to 'auto' or 'off'"
-
-
-def piece_notes(graph: Graph) -> Iterator[str]:
-    """For each trainer that may choose, whether it accumulates, as "trainer: note"."""
-    whole = dict(_takes_whole_batches(graph, "auto"))
-    for name, node in graph.nodes.items():
-        if name in whole:
-            yield f"{name}: it begins when a batch is whole: {whole[name]}"
-        elif node.facts().accumulate in ("auto", "on"):
-            yield f"{name}: it accumulates gradients of a batch's groups before the others have arrived"
-
-
-def _takes_whole_batches(graph: Graph, choice: str) -> Iterator[tuple[str, str]]:
-    """(trainer, why its batches come whole) for trainers whose `accumulate` is `choice`."""
+def whole_batch_reasons(graph: Graph) -> dict[str, str]:
+    """Batcher -> why it sends its batches whole, "" if it sends them in pieces."""
+    found: dict[str, str] = {}
     for edge in _batch_edges(graph):
-        trainer = port_owner(edge.into)
-        if graph.nodes[trainer].facts().accumulate == choice and (why := _why_not(graph, port_owner(edge.out))):
-            yield trainer, why
+        batcher, trainer = port_owner(edge.out), port_owner(edge.into)
+        if found.get(batcher):
+            continue
+        reason, facts = graph.nodes[batcher].facts().whole_batches, graph.nodes[trainer].facts()
+        in_turns = [other for names in graph.time_shared if trainer in names for other in names if other != trainer]
+        if reason is None:
+            found[batcher] = f"{batcher} makes whole batches"
+        elif reason:
+            found[batcher] = reason
+        elif facts.accumulate not in ("auto", "on"):
+            found[batcher] = f"{trainer} " + ("has accumulate='off'" if facts.accumulate else "takes whole batches")
+        elif facts.whole_batches:
+            found[batcher] = facts.whole_batches
+        else:
+            found[batcher] = f"it shares its devices in time with {in_turns[0]}" if in_turns else ""
+    return found
 
 
-def _why_not(graph: Graph, batcher: str) -> str:
-    """Why this batcher sends batches whole, "" if it does not."""
-    reason = graph.nodes[batcher].facts().whole_batches
-    if reason is None:
-        return f"{batcher} makes whole batches"
-    edges = [edge for edge in _batch_edges(graph) if port_owner(edge.out) == batcher]
-    return next((why for why in (reason, *(_taken_whole(graph, edge) for edge in edges)) if why), "")
-
-
-def _taken_whole(graph: Graph, edge: Edge) -> str:
-    """Why the node at the end of this edge needs whole batches, "" if it does not."""
-    name = port_owner(edge.into)
-    facts = graph.nodes[name].facts()
-    if facts.accumulate not in ("auto", "on"):
-        return f"{name} has accumulate='off'" if facts.accumulate else f"{name} takes whole batches"
-    if facts.whole_batches:
-        return facts.whole_batches
-    others = [other for names in graph.time_shared if name in names for other in names if other != name]
-    return f"it shares its devices in time with {others[0]}" if others else ""
+def accumulation_findings(graph: Graph) -> tuple[list[str], list[str]]:
+    """(problems, notes): trainers that are set to accumulate but cannot; for each trainer that may choose, whether it
+    accumulates, as "trainer: note"."""
+    reasons = whole_batch_reasons(graph)
+    whole = {port_owner(edge.into): why for edge in _batch_edges(graph) if (why := reasons[port_owner(edge.out)])}
+    problems, notes = [], []
+    for name, node in graph.nodes.items():
+        accumulate, why = node.facts().accumulate, whole.get(name, "")
+        if accumulate == "on" and why:
+            problems.append(
+                f"node {name}: accumulate is 'on', but batches come whole, because {why}; set it to 'auto' or 'off'"
+            )
+        if accumulate == "auto" and why:
+            notes.append(f"{name}: it begins when a batch is whole: {why}")
+        elif accumulate in ("auto", "on"):
+            notes.append(f"{name}: it accumulates gradients of a batch's groups before the others have arrived")
+    return problems, notes
 
 
 def _batch_edges(graph: Graph) -> list[Edge]:

@@ -1,29 +1,30 @@
 """Checks 1 to 4, 6 and 8, those of edges: each finding names the change that mends it.
 
 1 message types, 2 ports without an edge, 3 cycles, 4 feedback and admission, 6 fan-outs that merge again, 8 dispatch
-rules and numbers of calls. Messages flow along queue edges, and both ways along call edges (request and reply).
+rules and numbers of edges, 9 what weights edges carry, and how. Messages flow along queue edges, and both ways along
+call edges (request and reply).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from collections.abc import Iterator
+from typing import get_args
 
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.branches import (
     Branches,
-    admitted_port,
+    counts_samples,
     find_cycles,
     nodes_past,
     reachable_nodes,
     source_ports,
 )
 from flowrl.graph.analysis.numbers import Numbers, versions_overtaken
+from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.annotations import declared_types
-from flowrl.graph.graph import Admission, Edge, Graph, OnLimit, a_kind, carried_type, port_name, port_owner
+from flowrl.graph.graph import Edge, Graph, OnLimit, a_kind, carried_type, port_name, port_owner
 from flowrl.graph.node import PORT_KINDS
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.messages import Message, Prompt, Tombstone, Weights
@@ -39,41 +40,34 @@ def type_problems(graph: Graph) -> Iterator[str]:
                 kind = hint.__name__
                 yield f"{name}.{attribute} is declared as {kind} without a message type; write it as in {kind}[Sample]."
     for port in _all_ports(graph):
-        for kind in port.types:
-            if not _is_message(kind):
+        for message in port.types:
+            if not _is_message(message):
                 yield (
-                    f"{port_name(port)} is declared with {kind!r}, which is not a message class; use a subclass of "
+                    f"{port_name(port)} is declared with {message!r}, which is not a message class; use a subclass of "
                     f"Message."
                 )
-            elif problem := _unreadable_message(kind):  # type: ignore[arg-type]  # a class can be hashed
-                yield problem
+                continue
+            try:
+                declared_types(message)
+            except ConfigError as error:
+                yield f"{error}."
     for edge in graph.edges:
-        if all(_is_message(kind) for port in (edge.out, edge.into) for kind in port.types) and not _edge_fits(edge):
-            yield _misfit_sentence(graph, edge)
-
-
-@functools.cache
-def _unreadable_message(message: type[Message]) -> str:
-    """Why the fields of a message class cannot be sent: an annotation without a meaning; "" if there is none."""
-    try:
-        declared_types(message)
-    except ConfigError as error:
-        return f"{error}."
-    return ""
-
-
-def _misfit_sentence(graph: Graph, edge: Edge) -> str:
-    out, into = (", ".join(kind.__name__ for kind in port.types) for port in (edge.out, edge.into))
-    if edge.kind == "call":
-        return (
-            f"{port_name(edge.out)} is a {type(edge.out).__name__}[{out}] but {port_name(edge.into)} is a "
-            f"{type(edge.into).__name__}[{into}]; declare both with the same request and reply types."
-        )
-    others = [port_name(port) for port in _all_ports(graph) if isinstance(port, Out) and _ports_fit(port, edge.into)]
-    hint = (
-        f"connect {' or '.join(others)} instead" if others else "put a node between them that converts one to the other"
-    )
-    return f"{port_name(edge.out)} sends {out} but {port_name(edge.into)} takes {into}; {hint}."
+        if not all(_is_message(kind) for kind in (*edge.out.types, *edge.into.types)) or _ports_fit(
+            edge.out, edge.into
+        ):
+            continue
+        out, into = (", ".join(kind.__name__ for kind in port.types) for port in (edge.out, edge.into))
+        if edge.kind == "call":
+            yield (
+                f"{port_name(edge.out)} is a {type(edge.out).__name__}[{out}] but {port_name(edge.into)} is a "
+                f"{type(edge.into).__name__}[{into}]; declare both with the same request and reply types."
+            )
+            continue
+        fitting = [port_name(one) for one in _all_ports(graph) if isinstance(one, Out) and _ports_fit(one, edge.into)]
+        hint = f"connect {' or '.join(fitting)} instead"
+        if not fitting:
+            hint = "put a node between them that converts one to the other"
+        yield f"{port_name(edge.out)} sends {out} but {port_name(edge.into)} takes {into}; {hint}."
 
 
 def connection_problems(graph: Graph) -> Iterator[str]:
@@ -82,12 +76,12 @@ def connection_problems(graph: Graph) -> Iterator[str]:
     ignored = {id(port) for port in graph.ignored}
     for name, node in graph.nodes.items():
         optional, needed = node.facts().optional, node.facts().unconnected
-        yield from (
-            f"facts().optional of {name} names the port {port!r}, which it does not have; "
-            f"it has {', '.join(node.ports) or 'none'}."
-            for port in optional
-            if port not in node.ports
-        )
+        for optional_name in optional:
+            if optional_name not in node.ports:
+                yield (
+                    f"facts().optional of {name} names the port {optional_name!r}, which it does not have; "
+                    f"it has {', '.join(node.ports) or 'none'}."
+                )
         for port in node.ports.values():
             if joined[id(port)] and id(port) in ignored:
                 yield f"{port_name(port)} is both connected and ignored; remove the g.ignore or the edge."
@@ -95,14 +89,29 @@ def connection_problems(graph: Graph) -> Iterator[str]:
                 yield f"node {name}: {needed[port.name]}"
             elif not joined[id(port)] and id(port) not in ignored and port.name not in optional:
                 yield _unconnected_sentence(graph, port)
-    yield from _doubled_edges(graph)
+
+    for (out, into), count in Counter((edge.out, edge.into) for edge in graph.edges).items():
+        if count > 1:
+            yield f"{port_name(out)} -> {port_name(into)} is declared {count} times; keep one of these edges."
+    for port in _all_ports(graph):
+        edges = [edge for edge in dict.fromkeys(graph.edges) if edge.into is port]
+        if any(edge.kind == "latest" for edge in edges) and len({edge.out for edge in edges}) > 1:
+            others = ", ".join(port_name(edge.out) for edge in edges)
+            yield f"{port_name(port)} keeps only the newest message, but {others} send to it; keep one latest edge."
+        if isinstance(port, Call) and len({edge.into for edge in graph.edges if edge.out is port}) > 1:
+            yield f"{port_name(port)} is connected to several servers, but a Call port has one; declare one for each."
 
 
 def _unconnected_sentence(graph: Graph, port: Port) -> str:
     verb = "g.call" if isinstance(port, Call | Serve) else "g.connect"
-    partners = [other for other in _all_ports(graph) if isinstance(other, PARTNER[type(port)])]
-    fitting = [other for other in partners if other.node is not port.node and _are_partners(port, other)]
-    hint = f" ({' or '.join(port_name(other) for other in fitting)} would fit)" if fitting else ""
+    sends = isinstance(port, Out | Call)
+    fitting = [
+        port_name(other)
+        for other in _all_ports(graph)
+        if isinstance(other, PARTNER[type(port)]) and other.node is not port.node
+        if (_ports_fit(port, other) if sends else _ports_fit(other, port))
+    ]
+    hint = f" ({' or '.join(fitting)} would fit)" if fitting else ""
     kind = f"{a_kind(type(port))}[{', '.join(getattr(kind, '__name__', str(kind)) for kind in port.types)}]"
     return (
         f"{port_name(port)}, {kind} port, is not connected; connect it with {verb}{hint}, "
@@ -110,33 +119,23 @@ def _unconnected_sentence(graph: Graph, port: Port) -> str:
     )
 
 
-def _are_partners(port: Port, other: Port) -> bool:
-    out, into = (port, other) if isinstance(port, Out | Call) else (other, port)
-    return _ports_fit(out, into)
-
-
-def _doubled_edges(graph: Graph) -> Iterator[str]:
-    pairs = Counter((edge.out, edge.into) for edge in graph.edges)
-    for (out, into), count in pairs.items():
-        if count > 1:
-            yield f"{port_name(out)} -> {port_name(into)} is declared {count} times; keep one of these edges."
-    for port in _all_ports(graph):
-        edges = [edge for edge in dict.fromkeys(graph.edges) if edge.into is port]
-        kinds = {edge.kind for edge in edges}
-        if "latest" in kinds and len({edge.out for edge in edges}) > 1:
-            others = ", ".join(port_name(edge.out) for edge in edges)
-            yield f"{port_name(port)} keeps only the newest message, but {others} send to it; keep one latest edge."
-        if isinstance(port, Call) and len({edge.into for edge in graph.edges if edge.out is port}) > 1:
-            yield f"{port_name(port)} is connected to several servers, but a Call port has one; declare one for each."
-
-
 def dispatch_problems(graph: Graph) -> Iterator[str]:
-    """Check 8, and the requirements of gang and key dispatch on their messages."""
+    """Check 8: the requirements of gang and key dispatch on their messages, and the numbers of edges."""
     for edge in graph.edges:
-        if edge.kind != "queue" or not _is_message(edge.out.types[0]):
+        kind, into = carried_type(edge.out), graph.placed[port_owner(edge.into)]
+        if edge.kind == "latest" or (edge.kind == "queue" and not _is_message(edge.out.types[0])):
             continue
-        into = graph.placed[port_owner(edge.into)]
-        kind = edge.out.types[0]
+        if edge.capacity is not None and edge.capacity < 1:
+            yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1; without capacity= it is derived."
+        if edge.kind == "call":
+            margin = edge.affinity_margin
+            if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int) or margin < 0):
+                yield (
+                    f"{edge.name} has affinity_margin={margin!r}; it needs a whole number of at least 0 (the open "
+                    "requests that a session's replica may have more than another); without affinity_margin= sessions "
+                    "move freely."
+                )
+            continue
         if into.node.keyed_state and into.replicas > 1 and not edge.rule.by_group:
             yield (
                 f"{into.name} keeps items by group and has {into.replicas} replicas, but {edge.name} divides a "
@@ -154,60 +153,41 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
             )
         if edge.rule.splits and not callable(getattr(kind, "split", None)):
             yield f'{edge.name} has dispatch="gang" but {kind.__name__} has no split(n); give the message that method.'
-        if edge.rule.by_group and "group_id" not in _field_names(kind):
+        has_group = dataclasses.is_dataclass(kind) and any(one.name == "group_id" for one in dataclasses.fields(kind))
+        if edge.rule.by_group and not has_group:
             yield f'{edge.name} has dispatch="key" but {kind.__name__} has no field group_id; add it or use "share".'
-        if edge.capacity is not None and edge.capacity < 1:
-            yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1; without capacity= it is derived."
 
 
-def call_problems(graph: Graph) -> Iterator[str]:
-    """The numbers of call edges are in their valid ranges."""
+def weights_problems(graph: Graph, plan: Plan) -> Iterator[str]:
+    """Both ends of a weights edge agree on what is sent and when, and a transport connects them (check 9)."""
     for edge in graph.edges:
-        if edge.kind != "call":
+        if edge.kind != "latest":
             continue
-        if edge.capacity is not None and edge.capacity < 1:
-            yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1; without capacity= it is derived."
-        margin = edge.affinity_margin
-        if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int) or margin < 0):
-            yield (
-                f"{edge.name} has affinity_margin={margin!r}; it needs a whole number of at least 0 (the open requests "
-                "that a session's replica may have more than another); without affinity_margin= sessions move freely."
+        sent, taken = (graph.placed[port_owner(port)].node.facts() for port in (edge.out, edge.into))
+        out, into = port_name(edge.out), port_name(edge.into)
+        if None not in (sent.adapter_rank, taken.adapter_rank) and sent.adapter_rank != taken.adapter_rank:
+            sends, takes = (
+                f"adapters of rank {facts.adapter_rank}" if facts.adapter_rank else "whole weights"
+                for facts in (sent, taken)
             )
-
-
-def adapter_problems(graph: Graph) -> Iterator[str]:
-    """Both ends of a weights edge declare the same content: whole weights, or adapters of one rank."""
-    for edge in graph.edges:
-        sent, taken = (graph.placed[port_owner(port)].node.facts().adapter_rank for port in (edge.out, edge.into))
-        if edge.kind == "latest" and None not in (sent, taken) and sent != taken:
             yield (
-                f"{port_name(edge.out)} sends {_content_words(sent)} but {port_name(edge.into)} takes "
-                f"{_content_words(taken)}; "
+                f"{out} sends {sends} but {into} takes {takes}; "
                 'give both nodes the same lora (sync="merged" sends whole weights).'
             )
-
-
-def fixed_weights_problems(graph: Graph) -> Iterator[str]:
-    """Weights are sent to nodes that can take them, and every version that a node must not miss is sent."""
-    for edge in graph.edges:
-        facts, sent = (graph.placed[port_owner(port)].node.facts() for port in (edge.into, edge.out))
-        why = facts.fixed_weights
         every = sent.publish_every
-        if edge.kind == "latest" and every > 0 and facts.takes_every % every:  # `count_problems` reports others
+        if every > 0 and taken.takes_every % every:  # `count_problems` reports others
             yield (
-                f"{port_name(edge.into)} takes one version in {facts.takes_every}, but {port_name(edge.out)} sends "
-                f"one in {every}; make the first number a multiple of the second."
+                f"{into} takes one version in {taken.takes_every}, but {out} sends one in {every}; make the first "
+                f"number a multiple of the second."
             )
-        if edge.kind == "latest" and why:
-            yield f"{port_name(edge.out)} sends weights to {port_name(edge.into)}, which takes none: {why}."
-
-
-def _content_words(rank: int | None) -> str:
-    return f"adapters of rank {rank}" if rank else "whole weights"
-
-
-def _field_names(kind: type[Message]) -> Iterable[str]:
-    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+        if taken.fixed_weights:
+            yield f"{out} sends weights to {into}, which takes none: {taken.fixed_weights}."
+    for weights in plan.weights:
+        if not weights.transport:
+            yield (
+                f"{weights.edge}: {weights.producer} trains on CPU and {weights.consumer} runs on a GPU, and no weight "
+                f"transport connects the two; give gpus= to both or to neither."
+            )
 
 
 def _all_ports(graph: Graph) -> list[Port]:
@@ -216,10 +196,6 @@ def _all_ports(graph: Graph) -> list[Port]:
 
 def _is_message(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Message) and kind is not Tombstone
-
-
-def _edge_fits(edge: Edge) -> bool:
-    return _ports_fit(edge.out, edge.into)
 
 
 def _ports_fit(out: Port, into: Port) -> bool:
@@ -253,59 +229,50 @@ def cycle_problems(graph: Graph) -> Iterator[str]:
 def feedback_problems(graph: Graph) -> Iterator[str]:
     """Check 4: a trainer of samples made with its own weights needs an admission that counts these weights."""
     admission = graph.admission
-    for edge in feedback_edges(graph):
-        port = port_name(edge.into)
+    for edge in graph.edges:
+        reader, port = port_owner(edge.into), port_name(edge.into)
+        if edge.kind != "latest" or port_owner(edge.out) not in reachable_nodes(graph, reader):
+            continue
         if admission is None:
+            sources = [source for source in source_ports(graph) if reader in nodes_past(graph, source)]
+            prompts = [source for source in sources if issubclass(carried_type(source), Prompt)]
+            likely = next((port_name(source) for source in (*prompts, *sources)), "SOURCE.PORT")
             yield (
                 f"{edge.name} makes a feedback loop, but nothing bounds staleness; write "
-                f"g.admit({_source_words(graph, edge)}, until={port}, staleness=1)."
+                f"g.admit({likely}, until={port}, staleness=1)."
             )
         elif not any(edge.into is until for until in admission.until):
             names = ", ".join(port_name(until) for until in (*admission.until, edge.into))
             yield f"{edge.name} makes a feedback loop, but g.admit does not wait for it; write until=({names})."
-    if admission is not None:
-        yield from _until_problems(graph, admission)
-        yield from _unadmitted_sources(graph, admission)
 
 
-def feedback_edges(graph: Graph) -> list[Edge]:
-    """Latest edges whose consumer sends messages that reach their producer again."""
+def admitted_path_problems(graph: Graph) -> Iterator[str]:
+    """Check 4: the weights that end tickets come from the nodes that train the admitted source's samples, and only
+    these samples."""
+    admission = graph.admission
+    if admission is None:
+        return
     latest = [edge for edge in graph.edges if edge.kind == "latest"]
-    return [edge for edge in latest if port_owner(edge.out) in reachable_nodes(graph, port_owner(edge.into))]
-
-
-def _source_words(graph: Graph, edge: Edge) -> str:
-    """The Out port that g.admit most likely has to name."""
-    sources = [port for port in source_ports(graph) if port_owner(edge.into) in nodes_past(graph, port)]
-    prompts = [port for port in sources if issubclass(carried_type(port), Prompt)]
-    return next((port_name(port) for port in (*prompts, *sources)), "SOURCE.PORT")
-
-
-def _until_problems(graph: Graph, admission: Admission) -> Iterator[str]:
-    reached = nodes_past(graph, admission.out)
     for port in admission.until:
-        edges = [edge for edge in graph.edges if edge.kind == "latest" and edge.into is port]
+        edges = [edge for edge in latest if edge.into is port]
         if not edges:
-            fits = [port_name(edge.into) for edge in graph.edges if edge.kind == "latest"]
+            fits = [port_name(edge.into) for edge in latest]
             hint = f"name {' or '.join(fits)}" if fits else f"connect weights by g.latest(..., {port_name(port)})"
             yield f"g.admit waits until {port_name(port)}, which is not the end of a latest edge; {hint}."
         for edge in edges:
-            if port_owner(edge.out) not in reached:
+            if port_owner(edge.out) not in nodes_past(graph, admission.out):
                 yield (
                     f"g.admit gives tickets to {port_name(admission.out)}, but nothing that it sends reaches "
                     f"{port_owner(edge.out)}, whose weights end the tickets; connect the two, or admit the source "
                     f"of its samples."
                 )
-
-
-def _unadmitted_sources(graph: Graph, admission: Admission) -> Iterator[str]:
     trainers = {port_owner(edge.out) for edge in graph.edges if any(edge.into is port for port in admission.until)}
     for port in source_ports(graph):
-        if port_owner(port) != port_owner(admission.out) and nodes_past(graph, port) & trainers:
+        fed = sorted(nodes_past(graph, port) & trainers)
+        if fed and port_owner(port) != port_owner(admission.out):
             yield (
-                f"{port_name(port)} also feeds {', '.join(sorted(nodes_past(graph, port) & trainers))}, but only "
-                f"{port_name(admission.out)} is admitted, so nothing bounds the staleness of its groups; mix both "
-                f"sources in one node."
+                f"{port_name(port)} also feeds {', '.join(fed)}, but only {port_name(admission.out)} is admitted, so "
+                f"nothing bounds the staleness of its groups; mix both sources in one node."
             )
 
 
@@ -338,30 +305,12 @@ def admission_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
 
 def branch_problems(graph: Graph) -> Iterator[str]:
     """Check 6: at the end of each branch, every sample can be counted and recorded."""
-    branches = Branches(graph)
-    yield from _source_problems(graph)
-    yield from _broadcast_problems(graph, branches)
-    for name, node in graph.nodes.items():
-        for port in node.ports.values() if branches.counts_beyond(name) else ():
-            if isinstance(port, In):
-                yield from _arrival_problems(graph, branches, port)
-    admission = graph.admission
-    if admission is not None and admission.on_limit == "mask":
-        beyond = branches.beyond(admission.out)
-        for name in (name for name in branches.own_clock if name in beyond):
-            yield (
-                f"{name} trains on other batches than {branches.trainers[0]}, so its versions do not give the age of "
-                f'tokens and on_limit="mask" cannot mask them; feed both from one port, or use on_limit="wait".'
-            )
+    branches, admission = Branches(graph), graph.admission
 
-
-def _source_problems(graph: Graph) -> Iterator[str]:
-    """Every replica of a source sends all groups, unless the source declares itself sharded."""
-    admitted = admitted_port(graph)
-    sources = dict.fromkeys(
-        port_owner(p) for p in source_ports(graph) if p is admitted or issubclass(carried_type(p), Prompt)
-    )
-    for name in sources:
+    # Every replica of a source sends all groups, unless the source declares itself sharded.
+    admitted = None if admission is None else admission.out
+    sources = [port for port in source_ports(graph) if port is admitted or issubclass(carried_type(port), Prompt)]
+    for name in dict.fromkeys(port_owner(port) for port in sources):
         placed = graph.placed[name]
         if placed.replicas > 1 and not placed.node.facts().sharded:
             yield (
@@ -369,20 +318,7 @@ def _source_problems(graph: Graph) -> Iterator[str]:
                 f"it one replica, or let each send its own part and declare sharded=True in its facts()."
             )
 
-
-def _arrival_problems(graph: Graph, branches: Branches, port: In[Any]) -> Iterator[str]:
-    """A node that counts samples has to know how many copies of each sample arrive."""
-    arrivals = branches.num_arrivals(port)
-    if len(set(arrivals.values())) > 1:
-        each = ", ".join(f"{number} from {source}" for source, number in arrivals.items())
-        yield (
-            f"{port_name(port)} receives different numbers of copies of a sample ({each}), so it cannot know when it "
-            f"has all; give each branch its own In port."
-        )
-
-
-def _broadcast_problems(graph: Graph, branches: Branches) -> Iterator[str]:
-    """Replicas that each process a broadcast copy deliver one sample several times."""
+    # Replicas that each process a broadcast copy deliver one sample several times.
     for edge in graph.edges:
         into = graph.placed[port_owner(edge.into)]
         counted = [port for port in into.node.ports.values() if branches.is_counted(port)]
@@ -393,6 +329,25 @@ def _broadcast_problems(graph: Graph, branches: Branches) -> Iterator[str]:
                 f'dispatch="share", or let that branch end in a node that counts no samples.'
             )
 
+    # A node that counts samples has to know how many copies of each sample arrive.
+    for node in graph.nodes.values():
+        for port in node.ports.values() if counts_samples(node) else ():
+            arrivals = branches.num_arrivals(port) if isinstance(port, In) else {}
+            if len(set(arrivals.values())) > 1:
+                each = ", ".join(f"{number} from {source}" for source, number in arrivals.items())
+                yield (
+                    f"{port_name(port)} receives different numbers of copies of a sample ({each}), so it cannot know "
+                    f"when it has all; give each branch its own In port."
+                )
+
+    if admission is not None and admission.on_limit == "mask":
+        reached = branches.reached_trainers(admission.out)
+        for name in (name for name in branches.own_clock if name in reached):
+            yield (
+                f"{name} trains on other batches than {branches.trainers[0]}, so its versions do not give the age of "
+                f'tokens and on_limit="mask" cannot mask them; feed both from one port, or use on_limit="wait".'
+            )
+
 
 def lineage_problems(graph: Graph) -> Iterator[str]:
     """Check 6: branches of one fan-out that merge again deliver each sample where it is expected."""
@@ -400,72 +355,48 @@ def lineage_problems(graph: Graph) -> Iterator[str]:
     for name, node in graph.nodes.items():
         joins = node.facts().joins
         for port in node.ports.values():
-            if isinstance(port, In):
-                yield from _repeat_problems(graph, branches, port)
+            for out, lasts in branches.repeated_samples(port).items() if isinstance(port, In) else ():
+                yield (
+                    f"{port_name(port)} receives every message of {out} {len(lasts)} times, by {' and '.join(lasts)}; "
+                    f"join the branches in a node with an In port for each."
+                )
         if missing := [join for join in joins if not isinstance(node.ports.get(join), In)]:
             yield f"facts().joins of {name} names {', '.join(missing)}, which are not In ports of it; correct this."
         elif len(joins) > 1:
             yield from _join_problems(graph, [node.ports[join] for join in joins])
 
 
-def _repeat_problems(graph: Graph, branches: Branches, port: Port) -> Iterator[str]:
-    """An In port must not get every message of one Out port more than once."""
-    for out, lasts in branches.repeated_samples(port).items():
-        yield (
-            f"{port_name(port)} receives every message of {out} {len(lasts)} times, by {' and '.join(lasts)}; "
-            f"join the branches in a node with an In port for each."
-        )
-
-
 def _join_problems(graph: Graph, ports: list[Port]) -> Iterator[str]:
     """Joined ports need one common fan-out upstream, and branches that keep samples separate and complete."""
-    into = {port: [edge for edge in graph.edges if edge.into is port and edge.kind == "queue"] for port in ports}
-    if not all(into.values()):
+    queues = [edge for edge in graph.edges if edge.kind == "queue"]
+    lasts = {port: [edge for edge in queues if edge.into is port] for port in ports}
+    if not all(lasts.values()):
         return
-    common = [out for out in _fan_outs(graph) if all(any(_comes_by(graph, out, e) for e in into[p]) for p in ports)]
+    reach = {name: reachable_nodes(graph, name, by_calls=False) for name in graph.nodes}
+
+    def leads_to(first: Edge, last: Edge) -> bool:
+        return first is last or port_owner(last.out) in reach[port_owner(first.into)]
+
+    def starts(out: Port, port: Port) -> list[tuple[Edge, Edge]]:
+        """(edge of the Out port `out`, edge into `port`) where messages of the first lead to the second."""
+        firsts = [edge for edge in queues if edge.out is out]
+        return [(first, last) for first in firsts for last in lasts[port] if leads_to(first, last)]
+
+    outs = [edge.out for edge in queues]
+    fan_outs = [out for out in dict.fromkeys(outs) if outs.count(out) > 1]
+    common = [out for out in fan_outs if all(starts(out, port) for port in ports)]
     names = ", ".join(port_name(port) for port in ports)
     if not common:
         node = port_owner(ports[0])
         yield f"{node} matches {names} by sample, but no Out port feeds them all; fan out from one port."
         return
     for port in ports:
-        between = _nodes_between(graph, common[-1], into[port])
+        begins = [port_owner(first.into) for first, last in starts(common[-1], port) if first is not last]
+        behind = reachable_nodes(graph, *begins, by_calls=False)
+        between = [name for name in graph.nodes if name in behind]
+        between = [name for name in between if any(port_owner(last.out) in reach[name] for last in lasts[port])]
         if mixing := [name for name in between if not graph.nodes[name].facts().keeps_lineage]:
             yield (
                 f"{port_owner(ports[0])} matches {names} by sample, but {', '.join(mixing)} on the path to "
                 f"{port_name(port)} merges or renames samples; join before it."
             )
-
-
-def _fan_outs(graph: Graph) -> list[Port]:
-    outs = [edge.out for edge in graph.edges if edge.kind == "queue" and isinstance(edge.out, Out)]
-    return [out for out in dict.fromkeys(outs) if outs.count(out) > 1]
-
-
-def _first_edges(graph: Graph, out: Port, last: Edge) -> list[Edge]:
-    """The edges of `out` whose messages lead to `last`."""
-    firsts = [edge for edge in graph.edges if edge.out is out and edge.kind == "queue"]
-    return [
-        edge for edge in firsts if edge is last or port_owner(last.out) in _queue_reach(graph, port_owner(edge.into))
-    ]
-
-
-def _comes_by(graph: Graph, out: Port, last: Edge) -> bool:
-    return bool(_first_edges(graph, out, last))
-
-
-def _nodes_between(graph: Graph, out: Port, lasts: list[Edge]) -> list[str]:
-    """Nodes between a fan-out and the edges of a joined port."""
-    starts = {port_owner(first.into) for last in lasts for first in _first_edges(graph, out, last) if first is not last}
-    reach = frozenset().union(*(_queue_reach(graph, start) for start in starts))
-    return [
-        name
-        for name in graph.nodes
-        if name in reach and any(port_owner(e.out) in _queue_reach(graph, name) for e in lasts)
-    ]
-
-
-def _queue_reach(graph: Graph, start: str) -> frozenset[str]:
-    queue = Graph(graph.name)
-    queue.edges = [edge for edge in graph.edges if edge.kind == "queue"]
-    return reachable_nodes(queue, start)

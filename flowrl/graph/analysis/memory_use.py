@@ -10,6 +10,7 @@ device when.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, port_owner
 from flowrl.graph.machine import GB, Cluster
-from flowrl.graph.node import Footprint, MemoryTerm, Share
+from flowrl.graph.node import Footprint, Share
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,10 @@ class DeviceUse:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that are in it at the same time."""
-        return sum(resident.always for resident in self.residents) + sum(
-            max(sizes) for sizes in self._by_lease().values()
-        )
-
-    def _by_lease(self) -> dict[str, list[int]]:
-        """Lease, or replica without a lease -> what each of its replicas has on the device while active."""
-        found: dict[str, list[int]] = {}
+        by_lease: dict[str, list[int]] = {}  # lease, or replica without a lease -> the sizes while one is active
         for resident in self.residents:
-            found.setdefault(resident.host.lease or resident.replica, []).append(resident.while_active)
-        return found
+            by_lease.setdefault(resident.host.lease or resident.replica, []).append(resident.while_active)
+        return sum(resident.always for resident in self.residents) + sum(max(sizes) for sizes in by_lease.values())
 
 
 @dataclass(frozen=True)
@@ -79,38 +74,34 @@ class MachineUse:
 
 def find_residents(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[Resident, ...]:
     """The replicas that can predict their memory."""
-    return tuple(
-        Resident(replica, host, footprint)
-        for host in plan.hosts
-        for replica in host.nodes
-        if (footprint := _replica_footprint(graph, plan, cluster, host, replica)) is not None
-    )
-
-
-def _replica_footprint(graph: Graph, plan: Plan, cluster: Cluster, host: HostPlan, replica: str) -> Footprint | None:
-    name, _, number = replica.partition("/")
-    share = Share(
-        replicas=graph.placed[name].replicas,
-        first=number == "0",
-        gpus=host.num_gpus,
-        device_bytes=cluster.machines[host.machine].gpu_bytes if host.num_gpus else 0,
-        time_shared=bool(host.lease),
-        token_budget=_memory_budget(graph, name),
-        longest_sample=plan.numbers.longest_sample,
-        longest_asked=longest_asked(graph, name),
-        sends=tuple(way.transport for way in plan.weights if way.producer == replica and way.transport is not None),
-        readers=tuple(way.dtype for way in plan.weights if way.producer == replica),
-        receives=tuple(way.transport for way in plan.weights if way.consumer == replica and way.transport is not None),
-    )
-    return graph.nodes[name].footprint(share)
-
-
-def _memory_budget(graph: Graph, name: str) -> int | None:
-    """The largest token budget of the nodes that send to `name`."""
-    sent = (
-        graph.nodes[port_owner(edge.out)].facts().token_budget for edge in graph.edges if port_owner(edge.into) == name
-    )
-    return max((budget for budget in sent if budget is not None), default=None)
+    budgets: dict[str, int] = {}  # node -> the largest token budget of the nodes that send to it
+    for edge in graph.edges:
+        budget, name = graph.nodes[port_owner(edge.out)].facts().token_budget, port_owner(edge.into)
+        if budget is not None:
+            budgets[name] = max(budget, budgets.get(name, budget))
+    found = []
+    for host in plan.hosts:
+        for replica in host.nodes:
+            name, _, number = replica.partition("/")
+            sent = [way for way in plan.weights if way.producer == replica]
+            received = [way for way in plan.weights if way.consumer == replica]
+            share = Share(
+                replicas=graph.placed[name].replicas,
+                first=number == "0",
+                gpus=host.num_gpus,
+                device_bytes=cluster.machines[host.machine].gpu_bytes if host.num_gpus else 0,
+                time_shared=bool(host.lease),
+                token_budget=budgets.get(name),
+                longest_sample=plan.numbers.longest_sample,
+                longest_asked=longest_asked(graph, name),
+                sends=tuple(way.transport for way in sent if way.transport is not None),
+                readers=tuple(way.dtype for way in sent),
+                receives=tuple(way.transport for way in received if way.transport is not None),
+            )
+            footprint = graph.nodes[name].footprint(share)
+            if footprint is not None:
+                found.append(Resident(replica, host, footprint))
+    return tuple(found)
 
 
 def device_uses(found: Sequence[Resident], cluster: Cluster) -> tuple[DeviceUse, ...]:
@@ -129,60 +120,56 @@ def device_uses(found: Sequence[Resident], cluster: Cluster) -> tuple[DeviceUse,
 
 def machine_uses(found: Sequence[Resident], cluster: Cluster) -> tuple[MachineUse, ...]:
     """Every machine that is used by a replica whose memory is predicted."""
-    return tuple(
-        _machine_use(index, [r for r in found if r.host.machine == index], cluster)
-        for index in sorted({resident.host.machine for resident in found})
-    )
+    uses = []
+    for index in sorted({resident.host.machine for resident in found}):
+        machine, shm, activations = cluster.machines[index], 0, 0
+        by_stay: Counter[str] = Counter()  # in host memory, without /dev/shm
+        for resident in (resident for resident in found if resident.host.machine == index):
+            for term in resident.footprint.terms:
+                if term.place == "shm":
+                    shm += term.num_bytes
+                elif term.place == "host" or not resident.host.gpus:
+                    by_stay[term.stay] += term.num_bytes
+                    activations += term.num_bytes if (term.stay, term.name) == ("lease", "activations") else 0
+        steady = by_stay["always"] + by_stay["lease"] + by_stay["away"]
+        most = steady + max(by_stay["loading"], by_stay["export"]) + shm
+        uses.append(MachineUse(index, machine.memory_bytes, machine.shm_bytes, most, activations, shm))
+    return tuple(uses)
 
 
-def _machine_use(index: int, mine: Sequence[Resident], cluster: Cluster) -> MachineUse:
-    shm = sum(term.num_bytes for resident in mine for term in resident.footprint.terms if term.place == "shm")
-    steady = sum(_in_host(resident, "always", "lease", "away") for resident in mine)
-    passing = max(sum(_in_host(resident, stay) for resident in mine) for stay in ("loading", "export"))
-    machine = cluster.machines[index]
-    activations = sum(_in_host(resident, "lease", only="activations") for resident in mine)
-    return MachineUse(index, machine.memory_bytes, machine.shm_bytes, steady + passing + shm, activations, shm)
-
-
-def _in_host(resident: Resident, *stays: str, only: str = "") -> int:
-    def counts(term: MemoryTerm) -> bool:
-        return (
-            term.stay in stays
-            and only in ("", term.name)
-            and (term.place == "host" or (term.place == "device" and not resident.host.gpus))
-        )
-
-    return sum(term.num_bytes for term in resident.footprint.terms if counts(term))
-
-
-def memory_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+def memory_problems(found: Sequence[Resident], cluster: Cluster) -> Iterator[str]:
     """Check 9: devices and machines whose memory is too small, with what takes the memory."""
-    found = find_residents(graph, plan, cluster)
-    for name, problem in dict.fromkeys(
-        (resident.replica.partition("/")[0], problem) for resident in found for problem in resident.footprint.problems
-    ):
+    names = [resident.replica.partition("/")[0] for resident in found]
+    own = [(name, text) for name, resident in zip(names, found, strict=True) for text in resident.footprint.problems]
+    for name, problem in dict.fromkeys(own):
         yield f"node {name}: {problem}."
     told: set[tuple[str, ...]] = set()
     for device in device_uses(found, cluster):
-        names = tuple(resident.replica.partition("/")[0] for resident in device.residents)
-        if device.num_bytes and device.peak_bytes > device.num_bytes and names not in told:
-            told.add(names)
-            yield _too_small(device)
+        there = tuple(resident.replica.partition("/")[0] for resident in device.residents)
+        if device.num_bytes and device.peak_bytes > device.num_bytes and there not in told:
+            told.add(there)
+            parts = "; ".join(f"{resident.replica}: {_device_terms(resident)}" for resident in device.residents)
+            yield (
+                f"GPU {device.gpu} of machine {device.machine} has {device.num_bytes / GB:.1f} GiB, and "
+                f"{device.peak_bytes / GB:.1f} are needed at the same time ({parts}); use more ranks, offloading, "
+                "smaller models, or time_share."
+            )
     for machine in machine_uses(found, cluster):
-        yield from _machine_problems(machine)
+        needed = machine.host - machine.activations
+        if machine.memory_bytes and needed > machine.memory_bytes:
+            yield (
+                f"machine {machine.machine} has {machine.memory_bytes / GB:.1f} GiB of memory, and its processes need "
+                f"{needed / GB:.1f}; offload less, use fewer replicas, or smaller models."
+            )
+        if machine.shm_bytes and machine.shm > machine.shm_bytes:
+            yield (
+                f"/dev/shm of machine {machine.machine} has {machine.shm_bytes / GB:.2f} GiB, and published weights "
+                f"take up to {machine.shm / GB:.2f}; make it larger (docker run --shm-size, or an emptyDir with "
+                "medium: Memory)."
+            )
 
 
-def _too_small(device: DeviceUse) -> str:
-    parts = "; ".join(f"{resident.replica}: {_parts_text(resident)}" for resident in device.residents)
-    where = f"GPU {device.gpu} of machine {device.machine}"
-    return (
-        f"{where} has {device.num_bytes / GB:.1f} GiB, and {device.peak_bytes / GB:.1f} are needed at the same time "
-        f"({parts}); "
-        "use more ranks, offloading, smaller models, or time_share."
-    )
-
-
-def _parts_text(resident: Resident) -> str:
+def _device_terms(resident: Resident) -> str:
     terms = [term for term in resident.footprint.terms if term.place == "device" and term.stay in ("always", "lease")]
     return ", ".join(f"{term.name} {term.num_bytes / GB:.1f}" for term in terms if term.num_bytes >= GB // 20)
 
@@ -229,16 +216,13 @@ def process_rows(found: Sequence[Resident]) -> Iterator[tuple[str, ...]]:
 def device_rows(devices: Sequence[DeviceUse]) -> Iterator[tuple[str, ...]]:
     """A row for each GPU: its memory, the most that is in it at once, and which replicas use it when."""
     for device in devices:
+        there = []
+        for one in device.residents:
+            active = f"{one.replica} {gib_text(one.always + one.while_active)}"
+            in_turns = f"in its turns ({gib_text(one.always)} between them)"
+            there.append(f"{active} {in_turns if one.host.lease else 'always'}")
         has = gib_text(device.num_bytes) if device.num_bytes else "unknown"
-        there = "; ".join(_is_there(resident) for resident in device.residents)
-        yield f"{device.machine}:{device.gpu}", has, gib_text(device.peak_bytes), there
-
-
-def _is_there(resident: Resident) -> str:
-    when = "in its turns" if resident.host.lease else "always"
-    return f"{resident.replica} {gib_text(resident.always + resident.while_active)} {when}" + (
-        f" ({gib_text(resident.always)} between them)" if resident.host.lease else ""
-    )
+        yield f"{device.machine}:{device.gpu}", has, gib_text(device.peak_bytes), "; ".join(there)
 
 
 def machine_rows(machines: Sequence[MachineUse]) -> Iterator[tuple[str, ...]]:

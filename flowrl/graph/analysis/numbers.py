@@ -8,11 +8,10 @@ window: S = staleness, and the mask enforces the bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flowrl.graph.analysis.branches import reachable_nodes
-from flowrl.graph.graph import Admission, Edge, Graph, carried_type, port_owner
+from flowrl.graph.graph import Edge, Graph, carried_type, port_owner
 from flowrl.graph.node import Facts
 from flowrl.messages import Batch, Column, Group, Message, Prompt, Sample, Trainable, Weights
 
@@ -56,54 +55,43 @@ class Numbers:
 def derive_numbers(graph: Graph) -> Numbers:
     """The numbers of `graph`; `check` reports contradictions between nodes."""
     facts = [node.facts() for node in graph.nodes.values()]
+    group_size = next((fact.group_size for fact in facts if fact.group_size is not None), None)
+    groups = next((fact.groups_per_batch for fact in facts if fact.groups_per_batch is not None), None)
     admission = graph.admission
-    groups = _first_known(fact.groups_per_batch for fact in facts)
-    ahead, window, bound = (None, None, None) if admission is None else _admission_window(admission, groups)
+    ahead = window = bound = None
+    if admission is not None and admission.on_limit == "mask":
+        ahead, window, bound = admission.staleness, 0, admission.staleness
+    elif admission is not None:
+        window = admission.look_ahead
+        if groups is not None and groups >= 1:
+            overtaken = versions_overtaken(window, groups)
+            ahead = admission.staleness - overtaken
+            bound = ahead + overtaken if ahead > 0 else 0
+
+    # The nodes whose weights end tickets; if there are none, all nodes that send weights.
+    latest = [edge for edge in graph.edges if edge.kind == "latest"]
+    until = () if admission is None else admission.until
+    ending = [edge for edge in latest if any(edge.into is port for port in until)] or latest
+
+    prompts = [fact.longest_prompt for fact in facts if fact.longest_prompt is not None]
+    responses = [fact.longest_response for fact in facts if fact.longest_response is not None]
+    longest = max(prompts, default=0) + max(responses, default=0) if prompts or responses else None
     return Numbers(
-        group_size=_first_known(fact.group_size for fact in facts),
+        group_size=group_size,
         groups_per_batch=groups,
         ahead=ahead,
         tickets=None if ahead is None or groups is None else (ahead + 1) * groups,
         window=window,
         max_staleness=bound,
-        publish_every=max((graph.nodes[name].facts().publish_every for name in _ending_rule(graph)), default=1),
-        longest_sample=_longest_of(facts),
+        publish_every=max((graph.nodes[port_owner(edge.out)].facts().publish_every for edge in ending), default=1),
+        longest_sample=longest,
         token_budget=min((fact.token_budget for fact in facts if fact.token_budget is not None), default=None),
     )
-
-
-def _ending_rule(graph: Graph) -> list[str]:
-    """The nodes whose weights end tickets; if there are none, all nodes that send weights."""
-    latest = [edge for edge in graph.edges if edge.kind == "latest"]
-    until = () if graph.admission is None else graph.admission.until
-    named = [port_owner(edge.out) for edge in latest if any(edge.into is port for port in until)]
-    return named or [port_owner(edge.out) for edge in latest]
 
 
 def versions_overtaken(look_ahead: int, groups_per_batch: int) -> int:
     """ceil((W − 1) / P): versions by which overtaking in the window can age a group."""
     return -(-(look_ahead - 1) // groups_per_batch)
-
-
-def _admission_window(admission: Admission, groups: int | None) -> tuple[int | None, int | None, int | None]:
-    if admission.on_limit == "mask":
-        return admission.staleness, 0, admission.staleness
-    if groups is None or groups < 1:
-        return None, admission.look_ahead, None
-    overtaken = versions_overtaken(admission.look_ahead, groups)
-    ahead = admission.staleness - overtaken
-    return ahead, admission.look_ahead, ahead + overtaken if ahead > 0 else 0
-
-
-def _first_known(values: Iterable[int | None]) -> int | None:
-    return next((value for value in values if value is not None), None)
-
-
-def _longest_of(facts: Iterable[Facts]) -> int | None:
-    facts = tuple(facts)
-    prompts = [fact.longest_prompt for fact in facts if fact.longest_prompt is not None]
-    responses = [fact.longest_response for fact in facts if fact.longest_response is not None]
-    return max(prompts, default=0) + max(responses, default=0) if prompts or responses else None
 
 
 def longest_asked(graph: Graph, name: str) -> int | None:
@@ -172,21 +160,19 @@ def message_bytes(graph: Graph, edge: Edge, numbers: Numbers) -> int:
     kind = Trainable if issubclass(message, Group | Batch) else message
     if not issubclass(kind, Prompt | Sample) or numbers.longest_sample is None:
         return UNKNOWN_MESSAGE_BYTES
-    added = added_columns(graph, port_owner(edge.out)) if issubclass(kind, Sample) else {}
-    per_token = bytes_per_token(kind) + sum(one.value_bytes for one in added if one.per == "token")
-    per_sample = SMALL_MESSAGE_BYTES + sum(one.value_bytes for one in added if one.per == "sample")
-    return _samples_in(message, numbers) * (per_sample + per_token * numbers.longest_sample)
 
-
-def bytes_per_token(kind: type[Prompt | Sample]) -> int:
-    """Bytes of a token's entries in the columns of the class plus its share of the text, rounded up to 8.
-
-    Of the columns that nodes may leave out, those of a Trainable count; the others are rare.
-    """
-    if not issubclass(kind, Sample):
-        return 2 * TEXT_BYTES  # an id, as large as the text
-    known = (column for column in kind.token_columns if column.in_branches or column not in Sample.token_columns)
-    return -(-(TEXT_BYTES + sum(column.value_bytes for column in known)) // 8) * 8
+    per_token, per_sample = 2 * TEXT_BYTES, SMALL_MESSAGE_BYTES  # of a prompt: an id, as large as the text
+    if issubclass(kind, Sample):
+        # Of the columns that nodes may leave out, those of a Trainable count; the others are rare.
+        known = [column for column in kind.token_columns if column.in_branches or column not in Sample.token_columns]
+        per_token = -(-(TEXT_BYTES + sum(column.value_bytes for column in known)) // 8) * 8
+        for column in added_columns(graph, port_owner(edge.out)):
+            per_token += column.value_bytes if column.per == "token" else 0
+            per_sample += column.value_bytes if column.per == "sample" else 0
+    samples = 1 if issubclass(message, Prompt | Sample) else numbers.group_size or 1
+    if issubclass(message, Batch):
+        samples *= numbers.groups_per_batch or 1
+    return samples * (per_sample + per_token * numbers.longest_sample)
 
 
 def added_columns(graph: Graph, node: str) -> dict[Column, str]:
@@ -197,10 +183,3 @@ def added_columns(graph: Graph, node: str) -> dict[Column, str]:
         if (columns := adds.facts().columns) and node in reachable_nodes(graph, name)
         for column in columns
     }
-
-
-def _samples_in(message: type[Message], numbers: Numbers) -> int:
-    members = numbers.group_size or 1
-    if issubclass(message, Batch):
-        return members * (numbers.groups_per_batch or 1)
-    return members if issubclass(message, Group) else 1

@@ -55,51 +55,41 @@ def best_linked(
     size = min(len(free), count + further)
     if not count or size < count:
         return list(free[:count])
-    sets = _candidate_sets(links, free, size, near)
-    best = max(sets, key=lambda chosen: _links_worth(links, chosen, near, free))
-    return _chain_gpus(links, best, near)[:count]
 
-
-def _links_worth(
-    links: GpuLinks, chosen: Sequence[int], near: Sequence[int], free: Sequence[int]
-) -> tuple[int, int, int]:
-    inside = [links.closeness(one, other) for one, other in combinations((*near, *chosen), 2)]
-    left = [gpu for gpu in free if gpu not in chosen]
-    broken = sum(links.closeness(one, other) for one in chosen for other in left)
-    return _link_kind(min(inside, default=0)), sum(inside), -broken
-
-
-def _link_kind(closeness: int) -> int:
-    """2 NVLink, 1 on one NUMA node, 0 between nodes."""
-    return 2 if closeness > NVLINK else min(closeness, 1)
-
-
-def _candidate_sets(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int]) -> Iterator[Sequence[int]]:
-    yield gang_gpus(free, size)
+    # The plain choice comes first, so that it wins ties.
+    candidates: list[Sequence[int]] = [gang_gpus(free, size)]
     known = sorted({*free, *near})
-    if len({links.closeness(one, other) for one, other in combinations(known, 2)}) == 1:
-        return
-    yield from combinations(free, size) if comb(len(free), size) <= MOST_SETS else _grow_set(links, free, size, near)
+    if len({links.closeness(one, other) for one, other in combinations(known, 2)}) != 1:
+        if comb(len(free), size) <= MOST_SETS:
+            candidates += combinations(free, size)
+        else:
+            candidates += (_grow_set(links, first, free, size, near) for first in free)
+
+    def rate_links(chosen: Sequence[int]) -> tuple[int, int, int]:
+        """The worst link as 2 NVLink, 1 one NUMA node, 0 several nodes; then all links; then the links given up."""
+        inside = [links.closeness(one, other) for one, other in combinations((*near, *chosen), 2)]
+        worst = min(inside, default=0)
+        left = [gpu for gpu in free if gpu not in chosen]
+        broken = sum(links.closeness(one, other) for one in chosen for other in left)
+        return 2 if worst > NVLINK else min(worst, 1), sum(inside), -broken
+
+    # Each GPU follows the one to which it has the best link, because consecutive ranks exchange most.
+    best: Sequence[int] = max(candidates, key=rate_links)
+    rest = sorted(best)
+    chain = [*near[-1:]] or [rest.pop(0)]
+    while rest:
+        chain.append(max(rest, key=lambda gpu: links.closeness(chain[-1], gpu)))
+        rest.remove(chain[-1])
+    return chain[len(near[-1:]) :][:count]
 
 
-def _grow_set(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int]) -> Iterable[Sequence[int]]:
-    for first in free:
-        chosen = [first]
-        while len(chosen) < size:
-            rest = [gpu for gpu in free if gpu not in chosen]
-            chosen.append(max(rest, key=lambda gpu: sum(links.closeness(gpu, one) for one in (*near, *chosen))))
-        yield sorted(chosen)
-
-
-def _chain_gpus(links: GpuLinks, chosen: Sequence[int], near: Sequence[int]) -> list[int]:
-    """`chosen` in an order in which each GPU has the best link to the previous one: consecutive ranks exchange most."""
-    left = sorted(chosen)
-    chain = [*near[-1:]] or [left.pop(0)]
-    begins = len(near[-1:])
-    while left:
-        chain.append(max(left, key=lambda gpu: links.closeness(chain[-1], gpu)))
-        left.remove(chain[-1])
-    return chain[begins:]
+def _grow_set(links: GpuLinks, first: int, free: Sequence[int], size: int, near: Sequence[int]) -> list[int]:
+    """`size` free GPUs: `first`, and one by one those with the best links to the others and to `near`."""
+    chosen = [first]
+    while len(chosen) < size:
+        rest = [gpu for gpu in free if gpu not in chosen]
+        chosen.append(max(rest, key=lambda gpu: sum(links.closeness(gpu, one) for one in (*near, *chosen))))
+    return sorted(chosen)
 
 
 CORE = "core"
@@ -184,7 +174,7 @@ class Devices:
         """Machine -> how its GPUs are joined, where that is known."""
 
     @staticmethod
-    def of(cluster: Cluster) -> Devices:
+    def of_cluster(cluster: Cluster) -> Devices:
         links = {at: machine.links for at, machine in enumerate(cluster.machines) if machine.links is not None}
         return Devices(((index, m.cores, range(m.gpus)) for index, m in enumerate(cluster.machines)), links)
 
@@ -198,42 +188,38 @@ class Devices:
         """
         used = [(slot.machine, gpu) for slot in apart for gpu in slot.gpus]
         for machine, cores_left, gpus_left in self._machines:
-            free = {gpu: left for gpu, left in gpus_left.items() if (machine, gpu) not in used}
-            near = [gpu for index, gpu in used if index == machine]
-            boards = _pick_gpus(free, gpus, self._chooser(machine, near, int(further)))
-            cores = None if boards is None else self._take_cores(machine, cores_left, cpus, boards)
-            if cores is not None and boards is not None:
-                _spend_share(cores_left, cores)
-                _spend_share(gpus_left, boards)
-                return DeviceSlot(machine, tuple(sorted(cores)), tuple(sorted(boards)))
+            links = self.links.get(machine)
+            choose = gang_gpus
+            if links is not None:
+                near = [gpu for index, gpu in used if index == machine]
+                choose = partial(best_linked, links, near=near, further=int(further))
+            boards = _pick_devices({gpu: n for gpu, n in gpus_left.items() if (machine, gpu) not in used}, gpus, choose)
+            if boards is None:
+                continue
+            beside = set() if links is None else {core for gpu in boards for core in links.cores[gpu]}
+            local = {core: left for core, left in cores_left.items() if core in beside}
+            cores = (_pick_devices(local, cpus) if local else None) or _pick_devices(cores_left, cpus)
+            if cores is None:
+                continue
+            for core, part in cores.items():
+                cores_left[core] -= part
+            for gpu, part in boards.items():
+                gpus_left[gpu] -= part
+            return DeviceSlot(machine, tuple(sorted(cores)), tuple(sorted(boards)))
         return None
 
-    def _chooser(self, machine: int, near: list[int], further: int) -> Chooser:
-        links = self.links.get(machine)
-        return gang_gpus if links is None else partial(best_linked, links, near=near, further=further)
-
-    def _take_cores(
-        self, machine: int, left: dict[int, float], cpus: float, boards: Iterable[int]
-    ) -> dict[int, float] | None:
-        """Cores of the NUMA nodes of the GPUs in `boards` if these have enough, else any free cores."""
-        links = self.links.get(machine)
-        beside = set() if links is None else {core for gpu in boards for core in links.cores[gpu]}
-        local = {core: part for core, part in left.items() if core in beside}
-        return (_pick_gpus(local, cpus) if local else None) or _pick_gpus(left, cpus)
-
-    def whole_gpus(self, machine: int) -> tuple[int, ...]:
+    def free_cores(self, machine: int) -> tuple[int, ...]:
         """Cores of a machine that are completely free."""
         return tuple(
             core for index, cores, _ in self._machines if index == machine for core in cores if cores[core] == 1
         )
 
 
-Chooser = Callable[[list[int], int], list[int]]
-"""(free devices, count) -> those to take."""
-
-
-def _pick_gpus(left: dict[int, float], amount: float, choose: Chooser = gang_gpus) -> dict[int, float] | None:
-    """Whole devices for the whole part of `amount`, one shared device for the rest."""
+def _pick_devices(
+    left: dict[int, float], amount: float, choose: Callable[[list[int], int], list[int]] = gang_gpus
+) -> dict[int, float] | None:
+    """Whole devices for the whole part of `amount`, one shared device for the rest. `choose`: (free devices, count) ->
+    those to take."""
     whole, part = int(amount + ROUNDING), amount - int(amount + ROUNDING)
     free = [device for device in left if left[device] > 1 - ROUNDING]
     if len(free) < whole:
@@ -247,30 +233,49 @@ def _pick_gpus(left: dict[int, float], amount: float, choose: Chooser = gang_gpu
     return picked
 
 
-def _spend_share(left: dict[int, float], picked: dict[int, float]) -> None:
-    for device, part in picked.items():
-        left[device] -= part
-
-
 def place_replicas(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[str, ...]]:
     """The hosts of `graph`, and the names of those for which `cluster` has no devices left."""
-    free, homeless, hosts = Devices.of(cluster), [], []
+    free, homeless, hosts = Devices.of_cluster(cluster), [], []
     for lease, units in device_pools(graph, cluster):
-        shared = Devices((), free.links)
+        lent = Devices((), free.links)
         for unit in sorted(units, key=lambda unit: -unit.replicas * (unit.cpus + unit.gpus)):
-            slots = _device_slots(unit, shared, free)
-            hosts += [_host_plan(unit, replica, slot, lease) for replica, slot in enumerate(slots)]
-            homeless += [f"{unit.name}/{replica}" for replica, slot in enumerate(slots) if slot is None]
+            slots: list[DeviceSlot] = []
+            for replica in range(unit.replicas):
+                nodes = tuple(f"{placed.name}/{replica}" for placed in unit.nodes)
+                apart = slots if unit.gang else []
+                further = (unit.replicas - replica - 1) * unit.gpus if unit.gang else 0
+                wish = partial(Devices.take_devices, cpus=unit.cpus, gpus=unit.gpus, apart=apart, further=further)
+                slot = wish(lent) or wish(free)
+                if slot is None:
+                    homeless.append(nodes[0])
+                    slot = DeviceSlot(0, (), ())
+                else:
+                    slots.append(slot)
+                hosts.append(
+                    HostPlan(nodes[0], nodes, slot.machine, unit.cpus, slot.cores, unit.gpus, slot.gpus, lease)
+                )
             if lease:
-                shared = _lent_devices(hosts, lease, free.links)
-    hosts = list(_with_spare_cores(graph, hosts, free, cluster))
-    core = tuple(f"{p.name}/{i}" for p in graph.placed.values() if _is_core(graph, p) for i in range(p.replicas))
+                lent = _lend_devices([host for host in hosts if host.lease == lease], free.links)
+    hosts = list(_add_spare_cores(graph, hosts, free, cluster))
+    in_units = {placed.name for unit in placed_units(graph) for placed in unit.nodes}
+    light = [placed for placed in graph.placed.values() if placed.name not in in_units]
+    core = tuple(f"{placed.name}/{replica}" for placed in light for replica in range(placed.replicas))
     taken = {core for host in hosts if host.machine == 0 for core in host.cores}
-    cores = tuple(core for core in free.whole_gpus(0) if core not in taken) or cluster.machines[0].cores
+    cores = tuple(core for core in free.free_cores(0) if core not in taken) or cluster.machines[0].cores
     return (*((HostPlan(CORE, core, cores=cores),) if core else ()), *hosts), tuple(homeless)
 
 
-def _with_spare_cores(graph: Graph, hosts: Sequence[HostPlan], free: Devices, cluster: Cluster) -> Iterator[HostPlan]:
+def _lend_devices(hosts: Sequence[HostPlan], links: Mapping[int, GpuLinks]) -> Devices:
+    """The devices of a lease's hosts so far; all count as free for one more unit."""
+    cores: dict[int, set[int]] = {}
+    gpus: dict[int, set[int]] = {}
+    for host in hosts:
+        cores.setdefault(host.machine, set()).update(host.cores)
+        gpus.setdefault(host.machine, set()).update(host.gpus)
+    return Devices([(machine, sorted(cores[machine]), sorted(gpus[machine])) for machine in sorted(cores)], links)
+
+
+def _add_spare_cores(graph: Graph, hosts: Sequence[HostPlan], free: Devices, cluster: Cluster) -> Iterator[HostPlan]:
     """The hosts. Those without a number of cores set by the user also get spare cores, if they have at least one GPU,
     or if all hosts of their machine take turns.
 
@@ -279,32 +284,31 @@ def _with_spare_cores(graph: Graph, hosts: Sequence[HostPlan], free: Devices, cl
     cores alternately.
     """
     machines = range(len(cluster.machines))
-    spare = {index: spare_cores(free.whole_gpus(index), cluster.machines[index]) for index in machines}
+    spare = {index: spare_cores(free.free_cores(index), cluster.machines[index]) for index in machines}
     said = {placed.name for placed in graph.placed.values() if placed.cpus is not None}
     for host in hosts:
         if said & {name.partition("/")[0] for name in host.nodes}:
             yield replace(host, cores_from="given")
             continue
-        more = [core for gpu in host.gpus for core in spare[host.machine][gpu]] if host.num_gpus >= 1 else []
-        if not cluster.machines[host.machine].gpus:
-            here = [other for other in hosts if other.machine == host.machine]
-            more = _cores_in_turns(host, here, free.whole_gpus(host.machine))
-        why: CoresFrom = "default" if not more else "left over" if host.gpus else "in turns"
+        here = [other for other in hosts if other.machine == host.machine]
+        why: CoresFrom = "default"
+        more: list[int] = []
+        if cluster.machines[host.machine].gpus:
+            if host.num_gpus >= 1:
+                more = [core for gpu in host.gpus for core in spare[host.machine][gpu]]
+        elif host.lease and all(other.lease == host.lease for other in here):
+            # The free cores, and those of the hosts with which it takes turns. The replicas of one node work at the
+            # same time, so they divide them.
+            node = host.nodes[0].partition("/")[0]
+            replicas = [other for other in here if other.nodes[0].partition("/")[0] == node]
+            own = {core for other in replicas for core in other.cores}
+            others = {core for other in here for core in other.cores}
+            further = sorted({*free.free_cores(host.machine), *others} - own)
+            size = min(MOST_SPARE, len(further) // len(replicas))
+            more = further[replicas.index(host) * size :][:size]
+        if more:
+            why = "left over" if host.gpus else "in turns"
         yield replace(host, cpus=host.cpus + len(more), cores=tuple(sorted({*host.cores, *more})), cores_from=why)
-
-
-def _cores_in_turns(host: HostPlan, hosts: Sequence[HostPlan], free: Sequence[int]) -> list[int]:
-    """Further cores of a host, if all `hosts` of its machine take turns: those of the others, and those in `free`.
-
-    The replicas of a node work at the same time, so they divide the cores.
-    """
-    if not host.lease or any(other.lease != host.lease for other in hosts):
-        return []
-    replicas = [other for other in hosts if other.nodes[0].partition("/")[0] == host.nodes[0].partition("/")[0]]
-    own = {core for other in replicas for core in other.cores}
-    further = sorted({*free, *(core for other in hosts for core in other.cores)} - own)
-    size = min(MOST_SPARE, len(further) // len(replicas))
-    return further[replicas.index(host) * size :][:size]
 
 
 def spare_cores(free: Sequence[int], machine: Machine) -> list[list[int]]:
@@ -324,61 +328,23 @@ def spare_cores(free: Sequence[int], machine: Machine) -> list[list[int]]:
     return found
 
 
-def _device_slots(unit: PlacedUnit, shared: Devices, free: Devices) -> list[DeviceSlot | None]:
-    """The devices of every replica: those lent by its lease if there are enough, else free ones."""
-    slots: list[DeviceSlot | None] = []
-    for left in reversed(range(unit.replicas)):
-        apart = [slot for slot in slots if slot is not None] if unit.gang else []
-        further = left * unit.gpus if unit.gang else 0
-        wish = partial(Devices.take_devices, cpus=unit.cpus, gpus=unit.gpus, apart=apart, further=further)
-        slots.append(wish(shared) or wish(free))
-    return slots
-
-
-def _host_plan(unit: PlacedUnit, replica: int, slot: DeviceSlot | None, lease: str) -> HostPlan:
-    nodes = tuple(f"{placed.name}/{replica}" for placed in unit.nodes)
-    slot = slot or DeviceSlot(0, (), ())
-    return HostPlan(nodes[0], nodes, slot.machine, unit.cpus, slot.cores, unit.gpus, slot.gpus, lease)
-
-
-def _lent_devices(hosts: Sequence[HostPlan], lease: str, links: Mapping[int, GpuLinks]) -> Devices:
-    """The devices of a lease's hosts so far; all count as free for one more unit."""
-    mine = [host for host in hosts if host.lease == lease]
-    machines = sorted({host.machine for host in mine})
-    devices = (
-        (
-            machine,
-            sorted({core for host in mine if host.machine == machine for core in host.cores}),
-            sorted({gpu for host in mine if host.machine == machine for gpu in host.gpus}),
-        )
-        for machine in machines
-    )
-    return Devices(devices, links)
-
-
 def device_pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:
     """(lease, units) in order: units of one lease share devices; a unit with lease "" shares with none."""
-    plain = _machine_pools(graph, placed_units(graph))
-    if sum(unit_need(pool)[0] for _, pool in plain) <= cluster.num_cores + ROUNDING:
-        return plain
-    return _machine_pools(
-        graph, [replace(u, cpus=u.cpus / u.replicas) if u.shrinks else u for u in placed_units(graph)]
-    )
+    leases = {name: "+".join(names) for names in merge_units(graph.time_shared) for name in names}
+    found: dict[str, list[PlacedUnit]] = {}
+    for unit in placed_units(graph):
+        lease = next((leases[placed.name] for placed in unit.nodes if placed.name in leases), "")
+        found.setdefault(lease or f"/{unit.name}", []).append(unit)
+    if sum(unit_need(pool)[0] for pool in found.values()) > cluster.num_cores + ROUNDING:
+        for pool in found.values():
+            pool[:] = [replace(unit, cpus=unit.cpus / unit.replicas) if unit.shrinks else unit for unit in pool]
+    return tuple(("" if lease.startswith("/") else lease, tuple(pool)) for lease, pool in found.items())
 
 
 def unit_need(pool: Iterable[PlacedUnit]) -> tuple[float, float]:
     """(cores, GPUs) for units that alternate on the same devices: the needs of the largest of them."""
     pool = tuple(pool)
     return max(u.cpus * u.replicas for u in pool), max(u.gpus * u.replicas for u in pool)
-
-
-def _machine_pools(graph: Graph, all_units: Sequence[PlacedUnit]) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:
-    leases = {name: "+".join(names) for names in merge_units(graph.time_shared) for name in names}
-    found: dict[str, list[PlacedUnit]] = {}
-    for unit in all_units:
-        lease = next((leases[placed.name] for placed in unit.nodes if placed.name in leases), "")
-        found.setdefault(lease or f"/{unit.name}", []).append(unit)
-    return tuple(("" if lease.startswith("/") else lease, tuple(members)) for lease, members in found.items())
 
 
 def placed_units(graph: Graph) -> list[PlacedUnit]:
@@ -392,10 +358,6 @@ def placed_units(graph: Graph) -> list[PlacedUnit]:
             nodes = (placed, *(other for other in mine if other is not placed))
             found.append(PlacedUnit(nodes, max(n.cpus_each for n in nodes), max(n.gpus_each for n in nodes)))
     return found
-
-
-def _is_core(graph: Graph, placed: Placed) -> bool:
-    return not any(placed in unit.nodes for unit in placed_units(graph))
 
 
 def merge_units(groups: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:

@@ -4,11 +4,12 @@ prints the plan, the launcher builds it, `graph.json` stores it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flowrl.graph.analysis.branches import Branches, PortPlan, in_pieces, stand_ins
+from flowrl.graph.analysis.branches import Branches, PortPlan, stand_ins, whole_batch_reasons
 from flowrl.graph.analysis.numbers import Numbers, derive_numbers, in_flight, lane_capacity, message_bytes
 from flowrl.graph.analysis.place import HostPlan, place_replicas
 from flowrl.graph.graph import Edge, EdgeKind, Graph, carried_type, port_name, port_owner
@@ -159,23 +160,42 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
     numbers = derive_numbers(graph)
     hosts, homeless = place_replicas(graph, cluster)
     by_replica = {replica: host for host in hosts for replica in host.nodes}
-    lanes = tuple(lane for edge in graph.edges for lane in _plan_lanes(graph, edge, numbers, by_replica))
-    calls = tuple(call for edge in graph.edges for call in _plan_calls(graph, edge, numbers, by_replica))
+    links = [link for edge in graph.edges for link in _plan_links(graph, edge, numbers, by_replica)]
+    lanes = tuple(link for link in links if isinstance(link, LanePlan))
     weights = _plan_weights(graph, lanes, by_replica)
     branches = Branches(graph)
+    admission = graph.admission
     return Plan(
         graph=graph.name,
         numbers=numbers,
         hosts=hosts,
-        edges=tuple(_plan_edge(graph, edge, numbers, (*lanes, *calls)) for edge in graph.edges),
+        edges=tuple(_plan_edge(graph, edge, numbers, links) for edge in graph.edges),
         lanes=lanes,
-        calls=calls,
+        calls=tuple(link for link in links if isinstance(link, CallPlan)),
         weights=weights,
-        nodes=tuple(_plan_node(graph, name) for name in graph.nodes),
-        admission=_plan_admission(graph),
+        nodes=tuple(
+            {
+                "name": name,
+                "type": type(placed.node).__name__,
+                "replicas": placed.replicas,
+                "cpus": placed.cpus_each,
+                "gpus": placed.gpus_each,
+                "gang": placed.node.gang,
+            }
+            for name, placed in graph.placed.items()
+        ),
+        admission=None
+        if admission is None
+        else {
+            "out": port_name(admission.out),
+            "until": [port_name(port) for port in admission.until],
+            "staleness": admission.staleness,
+            "on_limit": admission.on_limit,
+            "look_ahead": admission.look_ahead,
+        },
         trainers=branches.trainers,
         own_clock=branches.own_clock,
-        in_pieces=in_pieces(graph),
+        in_pieces=tuple(batcher for batcher, why in whole_batch_reasons(graph).items() if not why),
         ports=branches.port_plans(),
         homeless=homeless,
         columns=tuple((one, name) for name, node in graph.nodes.items() for one in node.facts().columns),
@@ -183,58 +203,47 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
     )
 
 
-def replicas(graph: Graph, name: str) -> list[str]:
-    """["reward/0", "reward/1"]"""
-    return [f"{name}/{index}" for index in range(graph.placed[name].replicas)]
-
-
-def _sender_ids(graph: Graph, edge: Edge) -> list[str]:
-    """The replicas that send on `edge`. Of the ranks of a gang, only rank 0 publishes weights."""
-    senders = replicas(graph, port_owner(edge.out))
-    return senders[:1] if edge.kind == "latest" and graph.nodes[port_owner(edge.out)].gang else senders
-
-
-def _plan_lanes(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan]) -> Iterator[LanePlan]:
-    if edge.kind == "call":
-        return
-    for producer in _sender_ids(graph, edge):
-        for consumer in replicas(graph, port_owner(edge.into)):
-            yield LanePlan(
-                name=f"{producer}.{edge.out.name} -> {consumer}.{edge.into.name}",
-                edge=edge.name,
-                producer=producer,
-                consumer=consumer,
-                producer_host=hosts[producer].name,
-                consumer_host=hosts[consumer].name,
-                capacity=lane_capacity(graph, edge, numbers),
-                kind=edge.kind,
-                types=_type_names(edge),
-                transport=_lane_transport(hosts[producer], hosts[consumer]),
-            )
-
-
-def _plan_calls(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan]) -> Iterator[CallPlan]:
-    if edge.kind != "call":
-        return
-    for caller in replicas(graph, port_owner(edge.out)):
-        for server in replicas(graph, port_owner(edge.into)):
+def _plan_links(
+    graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan]
+) -> Iterator[LanePlan | CallPlan]:
+    """The lanes of an edge, or the connections of a call edge: one from each sending to each receiving replica."""
+    sender, receiver = graph.placed[port_owner(edge.out)], graph.placed[port_owner(edge.into)]
+    capacity = lane_capacity(graph, edge, numbers)
+    # The message classes by the names that are valid in every process.
+    types = tuple(type_name(kind) if isinstance(kind, type) else str(kind) for kind in edge.out.types)
+    # Of the ranks of a gang, only rank 0 publishes weights.
+    num_senders = 1 if edge.kind == "latest" and sender.node.gang else sender.replicas
+    for one, other in itertools.product(range(num_senders), range(receiver.replicas)):
+        source, target = f"{sender.name}/{one}", f"{receiver.name}/{other}"
+        name = f"{source}.{edge.out.name} -> {target}.{edge.into.name}"
+        here, there = hosts[source], hosts[target]
+        transport = _lane_transport(here, there)
+        if edge.kind == "call":
             yield CallPlan(
-                name=f"{caller}.{edge.out.name} -> {server}.{edge.into.name}",
+                name=name,
                 edge=edge.name,
-                caller=caller,
-                server=server,
-                caller_host=hosts[caller].name,
-                server_host=hosts[server].name,
-                capacity=lane_capacity(graph, edge, numbers),
+                caller=source,
+                server=target,
+                caller_host=here.name,
+                server_host=there.name,
+                capacity=capacity,
                 affinity_margin=edge.affinity_margin,
-                types=_type_names(edge),
-                transport=_lane_transport(hosts[caller], hosts[server]),
+                types=types,
+                transport=transport,
             )
-
-
-def _type_names(edge: Edge) -> tuple[str, ...]:
-    """The message classes of `edge` by the names that are valid in every process."""
-    return tuple(type_name(kind) if isinstance(kind, type) else str(kind) for kind in edge.out.types)
+        else:
+            yield LanePlan(
+                name=name,
+                edge=edge.name,
+                producer=source,
+                consumer=target,
+                producer_host=here.name,
+                consumer_host=there.name,
+                capacity=capacity,
+                kind=edge.kind,
+                types=types,
+                transport=transport,
+            )
 
 
 def _lane_transport(one: HostPlan, other: HostPlan) -> str:
@@ -243,7 +252,7 @@ def _lane_transport(one: HostPlan, other: HostPlan) -> str:
     return "ipc" if one.machine == other.machine else "tcp"
 
 
-def _plan_edge(graph: Graph, edge: Edge, numbers: Numbers, links: tuple[LanePlan | CallPlan, ...]) -> EdgePlan:
+def _plan_edge(graph: Graph, edge: Edge, numbers: Numbers, links: Sequence[LanePlan | CallPlan]) -> EdgePlan:
     mine = [link for link in links if link.edge == edge.name]
     size = message_bytes(graph, edge, numbers)
     depth = lane_capacity(graph, edge, numbers)
@@ -268,65 +277,27 @@ def _plan_weights(graph: Graph, lanes: tuple[LanePlan, ...], hosts: dict[str, Ho
     edges = {
         edge.name: edge for edge in graph.edges if edge.kind == "latest" and issubclass(carried_type(edge.out), Weights)
     }
-    lanes = tuple(lane for lane in lanes if lane.edge in edges)
-    in_host_memory = {
-        lane.producer
-        for lane in lanes
-        if graph.nodes[port_owner(edges[lane.edge].into)].facts().weights_in_host_memory
-        or not _at_once_on_gpus(hosts[lane.producer], hosts[lane.consumer])
-    }
-    return tuple(
-        WeightPlan(
-            lane.edge,
-            lane.producer,
-            lane.consumer,
-            _weight_transport(hosts[lane.producer], hosts[lane.consumer], lane.producer in in_host_memory),
-            graph.nodes[port_owner(edges[lane.edge].into)].facts().weights_dtype,
-        )
-        for lane in lanes
-    )
+    ways = [(lane, hosts[lane.producer], hosts[lane.consumer]) for lane in lanes if lane.edge in edges]
+    facts = {name: graph.nodes[port_owner(edge.into)].facts() for name, edge in edges.items()}
 
+    # Both can take part in a broadcast if they are on different GPUs, as NCCL requires, at the same time. A reader with
+    # time-shared devices may have to wait for them, while the node that holds them waits for the trainer.
+    in_host_memory = set()
+    for lane, trainer, reader in ways:
+        apart = trainer.machine != reader.machine or not set(trainer.gpus) & set(reader.gpus)
+        can_broadcast = bool(trainer.gpus and reader.gpus) and apart and not reader.lease
+        if not can_broadcast or facts[lane.edge].weights_in_host_memory:
+            in_host_memory.add(lane.producer)
 
-def _at_once_on_gpus(trainer: HostPlan, reader: HostPlan) -> bool:
-    """Whether both can take part in a broadcast: at the same time, and on different GPUs, as NCCL requires.
-
-    A reader with time-shared devices may have to wait for them, while the node that holds them waits for the trainer.
-    """
-    apart = trainer.machine != reader.machine or not set(trainer.gpus) & set(reader.gpus)
-    return bool(trainer.gpus and reader.gpus) and apart and not reader.lease
-
-
-def _weight_transport(trainer: HostPlan, reader: HostPlan, in_host_memory: bool) -> WeightTransport | None:
-    if reader.num_gpus and not trainer.num_gpus:
-        return None
-    if not in_host_memory:
-        return WeightTransport.NCCL
-    return WeightTransport.SHM if trainer.machine == reader.machine else WeightTransport.TCP
-
-
-def _plan_node(graph: Graph, name: str) -> dict[str, Any]:
-    placed = graph.placed[name]
-    return {
-        "name": name,
-        "type": type(placed.node).__name__,
-        "replicas": placed.replicas,
-        "cpus": placed.cpus_each,
-        "gpus": placed.gpus_each,
-        "gang": placed.node.gang,
-    }
-
-
-def _plan_admission(graph: Graph) -> dict[str, Any] | None:
-    admission = graph.admission
-    if admission is None:
-        return None
-    return {
-        "out": port_name(admission.out),
-        "until": [port_name(port) for port in admission.until],
-        "staleness": admission.staleness,
-        "on_limit": admission.on_limit,
-        "look_ahead": admission.look_ahead,
-    }
+    plans = []
+    for lane, trainer, reader in ways:
+        transport: WeightTransport | None = WeightTransport.NCCL
+        if reader.num_gpus and not trainer.num_gpus:
+            transport = None
+        elif lane.producer in in_host_memory:
+            transport = WeightTransport.SHM if trainer.machine == reader.machine else WeightTransport.TCP
+        plans.append(WeightPlan(lane.edge, lane.producer, lane.consumer, transport, facts[lane.edge].weights_dtype))
+    return tuple(plans)
 
 
 def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
@@ -337,9 +308,8 @@ def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
 
     trainers = {name(p.producer) for p in plan.weights if node in (name(p.producer), name(p.consumer))}
     ways = {p.consumer: p for p in plan.weights if name(p.producer) in trainers}
-    return tuple(_plan_route(ways[reader], plan.host_of(reader)) for reader in sorted(ways))
-
-
-def _plan_route(way: WeightPlan, host: HostPlan) -> WeightRoute:
-    assert way.transport is not None, "`check` refuses a reader that no transport reaches"
-    return WeightRoute(way.consumer, way.transport, len(host.gpus) or 1, way.dtype)
+    routes = []
+    for reader, way in sorted(ways.items()):
+        assert way.transport is not None, "`check` refuses a reader that no transport reaches"
+        routes.append(WeightRoute(reader, way.transport, len(plan.host_of(reader).gpus) or 1, way.dtype))
+    return tuple(routes)

@@ -1,4 +1,4 @@
-"""Checks 5, 6, 7 and 9: tickets, groups, tokens, cores, GPUs, memory and weight transports.
+"""Checks 5, 6, 7 and 9: tickets, groups, tokens, cores, GPUs and memory; 10: warnings.
 
 Quantized generators: the hardware that they need, and what corrects the gap to the trainer's policy.
 
@@ -16,11 +16,10 @@ from dataclasses import dataclass, fields
 
 from flowrl.graph.analysis.branches import nodes_past, reachable_nodes
 from flowrl.graph.analysis.numbers import Numbers, added_columns, longest_sequence_for, nodes_that_ask
-from flowrl.graph.analysis.place import PlacedUnit, device_pools, merge_units, unit_need
+from flowrl.graph.analysis.place import device_pools, merge_units, unit_need
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, port_owner
 from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster, files_problem
-from flowrl.graph.node import Facts
 from flowrl.messages import Trainable
 
 COUNTS = (
@@ -127,28 +126,25 @@ def column_problems(graph: Graph) -> Iterator[str]:
                 )
 
 
-def model_problems(graph: Graph) -> Iterator[str]:
-    """The models of two trainers need two directories in a checkpoint."""
+def shared_name_problems(graph: Graph) -> Iterator[str]:
+    """The models of two trainers need two directories in a checkpoint; and the ledger has one answer to a prompt of a
+    held-out set at a step, where two nodes that ask one set would record two."""
     savers: dict[str, list[str]] = {}
+    askers: dict[str, list[str]] = {}
     for name, node in graph.nodes.items():
-        if (saves := node.facts().saves) is not None:
-            savers.setdefault(saves, []).append(name)
+        facts = node.facts()
+        if facts.saves is not None:
+            savers.setdefault(facts.saves, []).append(name)
+        for asked in dict.fromkeys(facts.held_out_sets):
+            askers.setdefault(asked, []).append(name)
     for saves, names in savers.items():
         if len(names) > 1:
             yield (
                 f"{' and '.join(names)} would both save their model as {saves!r} in a checkpoint; give all but one of "
                 f"their policies a different name, as in Policy(..., name={names[-1]!r})."
             )
-
-
-def held_out_problems(graph: Graph) -> Iterator[str]:
-    """The ledger has one answer to a prompt of a set at a step: two nodes that ask one set would record two."""
-    askers: dict[str, list[str]] = {}
-    for name, node in graph.nodes.items():
-        for asked in node.facts().held_out_sets:
-            askers.setdefault(asked, []).append(name)
     for asked, names in askers.items():
-        if len(set(names)) > 1:
+        if len(names) > 1:
             yield (
                 f"{' and '.join(names)} both ask the held-out set {asked!r}, so its answers would be recorded twice; "
                 f"leave it out of {names[-1]}, or give it another name there, as in EvaluationSet('other', ...)."
@@ -177,28 +173,31 @@ message."""
 
 def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
     """Check 7: every sample fits into a micro-batch, every rank gets a sequence."""
-    for name, node in graph.nodes.items():
-        budget = node.facts().token_budget
+    facts = {name: node.facts() for name, node in graph.nodes.items()}
+    lengths = [f"{name}: prompt {f.longest_prompt}" for name, f in facts.items() if f.longest_prompt is not None]
+    lengths += [f"{name}: response {f.longest_response}" for name, f in facts.items() if f.longest_response is not None]
+    for name in facts:
+        budget = facts[name].token_budget
         if budget is not None and numbers.longest_sample is not None and 0 < budget < numbers.longest_sample:
             yield (
                 f"{name} has token_budget={budget}, but a sample can be {numbers.longest_sample} tokens long "
-                f"({_length_words(graph)}); raise token_budget to {numbers.longest_sample}, or shorten prompts or "
+                f"({', '.join(lengths)}); raise token_budget to {numbers.longest_sample}, or shorten prompts or "
                 f"responses."
             )
+
     members = 1 if numbers.group_size is None else numbers.group_size
     sequences = (numbers.groups_per_batch or 0) * members
     for placed in graph.placed.values():
         fed = any(edge.into.node is placed.node and edge.rule.splits for edge in graph.edges)
         if not placed.node.gang:
             continue
-        facts = placed.node.facts()
-        shared = facts.ranks_per_part
+        shared = facts[placed.name].ranks_per_part
         parts, rest = divmod(placed.replicas, shared)
         if rest:
             yield (
                 f"{placed.name} has {placed.replicas} {'rank' if placed.replicas == 1 else 'ranks'}, which cannot be "
                 f"divided into groups of {shared} that share their micro-batches; give it "
-                f"{shared * (parts + 1)} replicas, or another {facts.parted_by}."
+                f"{shared * (parts + 1)} replicas, or another {facts[placed.name].parted_by}."
             )
         elif fed and 0 < sequences < parts:
             each = "" if shared == 1 else f" in groups of {shared}"
@@ -214,77 +213,46 @@ def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
             )
 
 
-def _length_words(graph: Graph) -> str:
-    facts = {name: node.facts() for name, node in graph.nodes.items()}
-    prompts = [f"{name}: prompt {f.longest_prompt}" for name, f in facts.items() if f.longest_prompt is not None]
-    responses = [
-        f"{name}: response {f.longest_response}" for name, f in facts.items() if f.longest_response is not None
-    ]
-    return ", ".join(prompts + responses)
-
-
 def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Check 9: the cluster has what the hosts need."""
-    units = [(lease, pool) for lease, pool in device_pools(graph, cluster)]
-    cores, gpus = (
-        (sum(amounts) for amounts in zip(*(unit_need(pool) for _, pool in units), strict=True)) if units else (0, 0)
-    )
+    pools = [units for _, units in device_pools(graph, cluster)]
+    needs = [unit_need(units) for units in pools]
+    cores, gpus = sum(cores for cores, _ in needs), sum(gpus for _, gpus in needs)
     where = "this machine" if len(cluster.machines) == 1 else f"the {len(cluster.machines)} machines"
-    if gpus > cluster.num_gpus:
-        parts = _parts_text(units, "gpus")
-        yield f"the graph needs {gpus:g} GPUs ({parts}) but {where} has {cluster.num_gpus}; {_relief_words('gpus')}."
-    if cores > cluster.num_cores:
-        parts = _parts_text(units, "cpus")
-        yield f"the graph needs {cores:g} cores ({parts}) but {where} has {cluster.num_cores}; {_relief_words('cpus')}."
-    for _, pool in units:
-        yield from (
-            f"the {unit.replicas} ranks of {unit.name} need different GPUs, and {where} has {cluster.num_gpus}; use "
-            "fewer ranks, or declare a larger cluster."
-            for unit in pool
-            if unit.gang and 0 < unit.gpus < 1 and unit.replicas > cluster.num_gpus
-        )
+    for field, word, needed, present in (
+        ("gpus", "GPUs", gpus, cluster.num_gpus),
+        ("cpus", "cores", cores, cluster.num_cores),
+    ):
+        if needed > present:
+            asking = [(unit, getattr(unit, field)) for units in pools for unit in units if getattr(unit, field)]
+            parts = ", ".join(f"{unit.name}: {unit.replicas} × {amount:g}" for unit, amount in asking)
+            yield (
+                f"the graph needs {needed:g} {word} ({parts}) but {where} has {present}; use fewer replicas, a smaller "
+                f"{field}=, g.time_share(...) for nodes that may alternate, or declare a cluster "
+                f'(--cluster "{CLUSTER_EXAMPLE}").'
+            )
+    for unit in (unit for units in pools for unit in units):
+        if unit.gang and 0 < unit.gpus < 1 and unit.replicas > cluster.num_gpus:
+            yield (
+                f"the {unit.replicas} ranks of {unit.name} need different GPUs, and {where} has {cluster.num_gpus}; "
+                "use fewer ranks, or declare a larger cluster."
+            )
     if plan.homeless and gpus <= cluster.num_gpus and cores <= cluster.num_cores:
         yield (
             f"no single machine has enough left for {', '.join(plan.homeless)}, although all machines together do; "
             f"request less for each replica, or declare larger machines."
         )
-    yield from _memory_problems(graph, cluster, where)
+    memory = {name: node.facts().memory_bytes * graph.placed[name].replicas for name, node in graph.nodes.items()}
+    present_bytes = sum(machine.memory_bytes for machine in cluster.machines)
+    if present_bytes and sum(memory.values()) > present_bytes:
+        parts = ", ".join(f"{name}: {size / GB:.1f}" for name, size in memory.items() if size)
+        yield (
+            f"the nodes need {sum(memory.values()) / GB:.1f} GiB of memory ({parts}) but {where} has "
+            f"{present_bytes / GB:.1f}; use fewer replicas or smaller models."
+        )
     most = min((machine.max_files for machine in cluster.machines if machine.max_files), default=0)
     if most and (problem := files_problem(len(plan.hosts), most)):  # the peers: all hosts and the driver, less itself
         yield f"{problem}."
-
-
-def transport_problems(plan: Plan) -> Iterator[str]:
-    """Check 9: weights have a transport."""
-    for weights in plan.weights:
-        if not weights.transport:
-            yield (
-                f"{weights.edge}: {weights.producer} trains on CPU and {weights.consumer} runs on a GPU, and no weight "
-                f"transport connects the two; give gpus= to both or to neither."
-            )
-
-
-def _parts_text(units: list[tuple[str, tuple[PlacedUnit, ...]]], field: str) -> str:
-    asking = [unit for _, pool in units for unit in pool if getattr(unit, field)]
-    return ", ".join(f"{unit.name}: {unit.replicas} × {getattr(unit, field):g}" for unit in asking)
-
-
-def _relief_words(field: str) -> str:
-    return (
-        f"use fewer replicas, a smaller {field}=, g.time_share(...) for nodes that may alternate, or declare a cluster "
-        f'(--cluster "{CLUSTER_EXAMPLE}")'
-    )
-
-
-def _memory_problems(graph: Graph, cluster: Cluster, where: str) -> Iterator[str]:
-    needed = {name: node.facts().memory_bytes * graph.placed[name].replicas for name, node in graph.nodes.items()}
-    present = sum(machine.memory_bytes for machine in cluster.machines)
-    if present and sum(needed.values()) > present:
-        parts = ", ".join(f"{name}: {size / GB:.1f}" for name, size in needed.items() if size)
-        yield (
-            f"the nodes need {sum(needed.values()) / GB:.1f} GiB of memory ({parts}) but {where} has "
-            f"{present / GB:.1f}; use fewer replicas or smaller models."
-        )
 
 
 def sharing_problems(graph: Graph) -> Iterator[str]:
@@ -305,7 +273,8 @@ def sharing_problems(graph: Graph) -> Iterator[str]:
 
 
 def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """Check 10: generators that have to be idle, at times or in part."""
+    """Check 10: generators that have to be idle, at times or in part; admitted episodes that wait for a place, and
+    become stale meanwhile."""
     if graph.admission is None or numbers.tickets is None:
         return
     samples = numbers.tickets * (numbers.group_size or 1)
@@ -320,17 +289,12 @@ def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
                 f"tickets × {numbers.group_size or 1}), so {slots - samples} slots stay idle; raise staleness or the "
                 f"groups a batch."
             )
-
-
-def episode_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """Check 10: admitted episodes that wait for a place, and become stale meanwhile."""
-    admitted = (numbers.tickets or 0) * (numbers.group_size or 1)
     for name, node in graph.nodes.items():
         at_once = node.facts().episodes
-        if at_once is not None and (places := at_once * graph.placed[name].replicas) < admitted:
+        if at_once is not None and (places := at_once * graph.placed[name].replicas) < samples:
             yield (
-                f"{name} plays {places} episodes at a time but {admitted} are admitted ({numbers.tickets} tickets × "
-                f"{numbers.group_size or 1}), so {admitted - places} wait and grow old; raise limits.episodes, or "
+                f"{name} plays {places} episodes at a time but {samples} are admitted ({numbers.tickets} tickets × "
+                f"{numbers.group_size or 1}), so {samples - places} wait and grow old; raise limits.episodes, or "
                 f"lower staleness or the groups a batch."
             )
 
@@ -369,24 +333,14 @@ def capability_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[
                 )
 
 
-def gap_notes(graph: Graph) -> Iterator[str]:
-    """What corrects the gap between a quantized generator and its trainer, as "node: note"."""
-    for name, gap, facts in _quantized_gaps(graph):
-        if facts.correction:
-            yield f"{name}: {gap}; the loss corrects that by {facts.correction}"
+def gap_findings(graph: Graph) -> tuple[list[str], list[str]]:
+    """(notes, warnings) about nodes that take the logprobs of a quantized generator for the trainer's: what corrects
+    the gap, as "node: note"; and a warning where nothing does.
 
-
-def gap_warnings(graph: Graph) -> Iterator[str]:
-    """Nodes that take the logprobs of a quantized generator for the trainer's, without a correction."""
-    for name, gap, facts in _quantized_gaps(graph):
-        if not facts.correction:
-            yield f"{gap}, and {name} takes them for the trainer's without a correction; {facts.correct_by}."
-
-
-def _quantized_gaps(graph: Graph) -> Iterator[tuple[str, str, Facts]]:
-    """(node, its gap as a sentence, its facts) for the nodes to which the gap matters: they get samples of a quantized
-    generator over a path on which no node makes data of them (`Facts.as_data`). A node that sends weights, but none to
-    this generator, is left out."""
+    The gap matters to nodes that get samples of such a generator over a path on which no node makes data of them
+    (`Facts.as_data`). A node that sends weights, but none to this generator, is left out.
+    """
+    notes, warnings = [], []
     weights = [(port_owner(edge.out), port_owner(edge.into)) for edge in graph.edges if edge.kind == "latest"]
     senders = {sender for sender, _ in weights}
     as_data = frozenset(name for name, node in graph.nodes.items() if node.facts().as_data)
@@ -397,8 +351,15 @@ def _quantized_gaps(graph: Graph) -> Iterator[tuple[str, str, Facts]]:
         reached = reachable_nodes(graph, generator, not_past=as_data)
         for name in (name for name in graph.nodes if name in reached):
             facts = graph.nodes[name].facts()
-            if facts.correction is not None and ((name, generator) in weights or name not in senders):
-                yield name, gap, facts
+            if facts.correction is None or ((name, generator) not in weights and name in senders):
+                continue
+            if facts.correction:
+                notes.append(f"{name}: {gap}; the loss corrects that by {facts.correction}")
+            else:
+                warnings.append(
+                    f"{gap}, and {name} takes them for the trainer's without a correction; {facts.correct_by}."
+                )
+    return notes, warnings
 
 
 @dataclass(frozen=True)
@@ -431,34 +392,14 @@ class EpisodeTime:
         return max(self.seconds / self.ahead, self.step_s) if self.ahead else None
 
 
-def step_time_notes(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """The time of a step, for each node whose episodes have an expected time."""
-    for one in _episode_times(graph, numbers):
-        step = (
-            f"{one.node}: {one.places} episodes of {one.seconds:g} s at a time (limits.expected_s) give "
-            f"{one.places / one.seconds:.2g} a second, so a step of {one.batch} takes {one.step_s:.3g} s or more"
-        )
-        if one.update_s is None:
-            yield f"{step}, and its update besides: with a staleness of 0 nothing is played meanwhile"
-        else:
-            yield f"{step}; the trainer waits for episodes where an update takes less than {one.update_s:.3g} s"
-
-
-def step_time_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """Check 10: episodes that wait for a place, although there are tickets for them."""
-    for one in _episode_times(graph, numbers):
-        if one.places < one.admitted:
-            yield (
-                f"{one.node} has places for {one.places} episodes at a time, of {one.seconds:g} s each, so a step of "
-                f"{one.batch} takes {one.step_s:.3g} s or more, where its tickets allow "
-                f"{one.seconds / (one.ahead + 1):.3g} s; raise limits.episodes and processes to {one.admitted}."
-            )
-
-
-def _episode_times(graph: Graph, numbers: Numbers) -> Iterator[EpisodeTime]:
+def step_time_findings(graph: Graph, numbers: Numbers) -> tuple[list[str], list[str]]:
+    """(notes, warnings): the time of a step, for each node whose episodes have an expected time; and check 10, episodes
+    that wait for a place, although there are tickets for them."""
+    notes: list[str] = []
+    warnings: list[str] = []
     ahead, groups = numbers.ahead, numbers.groups_per_batch
     if graph.admission is None or ahead is None or ahead < 0 or not groups:
-        return
+        return notes, warnings
     for name in sorted(nodes_past(graph, graph.admission.out)):
         facts, replicas = graph.nodes[name].facts(), graph.placed[name].replicas
         if facts.expected_s is None or facts.expected_s <= 0:
@@ -466,4 +407,19 @@ def _episode_times(graph: Graph, numbers: Numbers) -> Iterator[EpisodeTime]:
         batch = groups * (numbers.group_size or 1)
         rooms = [room * replicas for room in (facts.episodes, facts.processes) if room is not None]
         places = max(1, min([*rooms, (ahead + 1) * batch]))
-        yield EpisodeTime(name, facts.expected_s, places, batch, ahead)
+        one = EpisodeTime(name, facts.expected_s, places, batch, ahead)
+        step = (
+            f"{name}: {places} episodes of {one.seconds:g} s at a time (limits.expected_s) give "
+            f"{places / one.seconds:.2g} a second, so a step of {batch} takes {one.step_s:.3g} s or more"
+        )
+        if one.update_s is None:
+            notes.append(f"{step}, and its update besides: with a staleness of 0 nothing is played meanwhile")
+        else:
+            notes.append(f"{step}; the trainer waits for episodes where an update takes less than {one.update_s:.3g} s")
+        if places < one.admitted:
+            warnings.append(
+                f"{name} has places for {places} episodes at a time, of {one.seconds:g} s each, so a step of "
+                f"{batch} takes {one.step_s:.3g} s or more, where its tickets allow "
+                f"{one.seconds / (ahead + 1):.3g} s; raise limits.episodes and processes to {one.admitted}."
+            )
+    return notes, warnings

@@ -19,7 +19,7 @@ from shutil import rmtree
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.graph.analysis.branches import trainers_beyond
+from flowrl.graph.analysis.branches import find_trainers
 from flowrl.graph.graph import Graph
 from flowrl.hub import forget_commits, take_commits
 from flowrl.machine.disk import user_path
@@ -58,7 +58,7 @@ class UnfinishedEvaluation:
     def of(cls, graph: Graph, config: Mapping[str, Any]) -> UnfinishedEvaluation | None:
         """None for a graph that trains, has tickets, or evaluates nothing that can be taken over."""
         asking = [node for node in graph.nodes.values() if hasattr(node, "evaluate")]
-        if not asking or graph.admission is not None or trainers_beyond(graph):
+        if not asking or graph.admission is not None or find_trainers(graph):
             return None
         if not all(hasattr(node, "asked_rows") for node in asking):
             return None

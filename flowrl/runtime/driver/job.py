@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
-from flowrl.graph.analysis.branches import trainers_beyond
+from flowrl.graph.analysis.branches import find_trainers
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph
 from flowrl.runtime.samples.sample_notes import SampleShare
@@ -102,7 +102,7 @@ class RunOptions:
 def check_options(options: RunOptions, graph: Graph) -> None:
     """Raise ConfigError for an option that has no effect with this graph."""
     evaluations = [node for node in graph.nodes.values() if hasattr(node, "evaluate")]
-    if options.keep_best and not trainers_beyond(graph):
+    if options.keep_best and not find_trainers(graph):
         raise ConfigError(
             "--keep-best chooses among the checkpoints of a trainer, and the graph has none; leave --keep-best out"
         )

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from flowrl.errors import FlowrlError
-from flowrl.graph.analysis.branches import PortPlan, by_name
+from flowrl.graph.analysis.branches import PortPlan
 from flowrl.graph.analysis.plan import LanePlan, Plan
 from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
@@ -267,7 +267,7 @@ def connect_ports(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint
     An ignored port gets one without lanes; an unused Call or Serve port gets none.
     """
     node = graph.nodes[replica.place.node]
-    port_plans = by_name(plan.ports)
+    port_plans = {port_plan.name: port_plan for port_plan in plan.ports}
     admitted = [port_plans[plan.admission["out"]]] if plan.admission is not None else plan.ports
     replica.every_trainer = frozenset(trainer for port_plan in admitted for trainer in _find_trainers(plan, port_plan))
     ends = {end for edge in plan.edges for end in (edge.out, edge.into)}

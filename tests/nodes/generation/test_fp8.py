@@ -12,7 +12,7 @@ import pytest
 
 from flowrl import Cluster, ConfigError, Facts, Graph
 from flowrl.graph.analysis.check import Report, check
-from flowrl.graph.analysis.size_rules import gap_warnings
+from flowrl.graph.analysis.size_rules import gap_findings
 from flowrl.graph.machine import CAPABILITIES, CARDS
 from flowrl.models import Policy
 from flowrl.models.model_layout import SMOLLM2_SHAPE
@@ -221,7 +221,7 @@ def test_samples_are_data_on_the_paths_through_a_selection_alone(
         for branch in behind.split():
             g.connect(branches[branch].groups, batcher.groups)
     g.latest(trainers["trainer"].weights, generator.weights)
-    found = list(gap_warnings(g))
+    _, found = gap_findings(g)
     assert len(found) == len(warned)
     assert all(f"and {name} takes them" in text for name, text in zip(warned, found, strict=True))
 
