@@ -65,6 +65,8 @@ def explain_whole_batches(objective: object, zero: ZeroSettings, *, epochs: int,
         return f"it makes {epochs} passes over each batch"
     if objective.needs_mismatched:
         return f"the baseline of {name} is a mean over the whole batch"
+    if objective.chooses_tokens:
+        return f"{name} chooses among the tokens of a whole batch"
     if objective.offline:
         return "its batches come from data and are ready before it asks for them"
     if objective.mean_over is None:

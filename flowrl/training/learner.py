@@ -13,7 +13,8 @@ Invariants
 - Ranks that share a part (sequence or tensor parallelism) have the same logprobs, losses and sums; each part counts
   once.
 - No token older than the staleness bound reaches a gradient; this is asserted before anything is computed.
-- KTO's baseline is also a mean over the whole optimizer step, computed with the weights from before the step.
+- KTO's baseline is also a mean over the whole optimizer step, computed with the weights from before the step. An
+  objective that chooses tokens (clip_cov, kl_cov) chooses among those of the whole step, before its first pass.
 - π_p is the policy with the weights from before the batch's first optimizer step. If a batch has only one step, these
   are the weights being trained, so no extra pass is needed.
 - The gap to behavior logprobs is that of π_p; without a pass for π_p, of the tokens up to the first applied step.
@@ -38,7 +39,15 @@ from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Float32, Int32, Trainable
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.layouts import Placing
-from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, Totals, loss_masks
+from flowrl.training.loss.objective import (
+    CHOSEN,
+    LossInputs,
+    MeanOver,
+    Objective,
+    StepTokens,
+    Totals,
+    loss_masks,
+)
 from flowrl.training.micro_batches import (
     PADDING,
     MicroBatch,
@@ -271,6 +280,7 @@ class Learner:
         part, masks, shares = split_in_rows(part, masks)
         self._assert_bound(part, masks, version)
         part = self._add_reference(part)
+        part = self._choose_tokens(part, masks)
         starts = (0, *part.step_ends[:-1])
         planned = [
             self._agree_on_passes(part, masks, part.micro_batches[start:end])
@@ -285,6 +295,27 @@ class Learner:
             for forward, both in planned
         ]
         return self._count_steps(steps)
+
+    def _choose_tokens(self, part: Batch, masks: Sequence[Bool]) -> Batch:
+        """`part` with the tokens marked that the objective chooses among all of each optimizer step; collective.
+
+        Every sample of `part` is one sequence.
+        """
+        if not self.objective.chooses_tokens:
+            return part
+        gang, samples = self.engine.gang, list(part.samples)
+        for start, end in zip((0, *part.step_ends[:-1]), part.step_ends, strict=True):
+            numbers = [number for one in part.micro_batches[start:end] for number in one]
+            of_step = [masks[number] for number in numbers]
+            parts = gang.gather_parts(StepTokens.collect_tokens([samples[n] for n in numbers], of_step))
+            chosen_N = self.objective.choose_tokens(StepTokens.join_parts(parts))
+            ends = np.cumsum([one.keys_N.size for one in parts])
+            mine = iter(np.split(chosen_N, ends[:-1])[gang.rank // gang.ranks_per_part])
+            for number, mask in zip(numbers, of_step, strict=True):
+                marks = np.zeros(mask.size, np.bool_)
+                marks[mask] = [next(mine) for _ in range(mask.sum())]
+                samples[number] = samples[number].with_column(CHOSEN, marks)
+        return replace(part, samples=tuple(samples))
 
     def _assert_bound(self, part: Batch, masks: Sequence[Bool], version: int) -> None:
         if self._max_staleness is None or self.objective.offline:

@@ -115,7 +115,7 @@ WRONG_VALUES = {
     "--engine.extra kv_cache_memory_bytes=1": "has an option of its own; write --engine.kv-cache-bytes",
     "--lr -1": "--lr is -1.0; it has to be a finite number of at least 0",
     "--lr nan": "--lr is nan; it has to be a finite number of at least 0",
-    "--objective foo": "kind is 'foo'; choose one of ppo, gspo, cispo, reinforce",
+    "--objective foo": "kind is 'foo'; choose one of ppo, gspo, cispo, reinforce, sapo",
     "--objective cispo": "kind='cispo' needs clip_high",
     "--objective.length 3": "length is for aggregation='constant'",
     "--gamma 0.9": "gamma is 0.9; estimator 'group_norm' needs 1",

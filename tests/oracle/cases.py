@@ -57,6 +57,16 @@ RATIOS: dict[str, dict[str, Any]] = {
         "correction_range": (0.5, 2.0),
     },
 }
+FROM_SAMPLER: dict[str, Any] = {"old": "behavior", "correction": None}
+LATER_RATIOS: dict[str, dict[str, Any]] = {
+    "sapo": {"kind": "sapo", "sapo_temperatures": (1.5, 3.0), "correction": "tis", "correction_range": (0.8, 1.25)},
+    "gmpo": NARROW | {"kind": "gmpo", "correction": "icepop", "correction_range": (0.8, 1.25)},
+    "vespo": FROM_SAMPLER | {"kind": "vespo", "vespo_powers": (1.5, 2.5), "vespo_decays": (2.0, 1.0)},
+    "dppo": NARROW | FROM_SAMPLER | {"kind": "dppo", "ratio_penalty": 0.3},
+    "clip_cov": NARROW | {"kind": "clip_cov", "cov_share": 0.2, "cov_range": (0.01, 5.0), "correction": None},
+    "kl_cov": FROM_SAMPLER | {"kind": "kl_cov", "cov_share": 0.2, "ratio_penalty": 0.5},
+}
+"""Met by every aggregation and both layouts, under one estimator."""
 KL_LOSSES: tuple[dict[str, Any], ...] = (
     {},
     {"kl_coef": 0.2, "kl_estimator": "k2"},
@@ -90,7 +100,7 @@ class OracleCase:
         constant = {"length": LENGTH} if self.aggregation == "constant" else {}
         entropy = {"entropy_coef": 0.05} if self.number % 5 == 0 else {}
         return (
-            RATIOS[self.ratio]
+            (RATIOS | LATER_RATIOS)[self.ratio]
             | {"aggregation": self.aggregation}
             | constant
             | entropy
@@ -173,6 +183,10 @@ EACH_PAIR = _each_pair()
 """Some third of `CASES` in which each two choices meet that meet in all of them."""
 OTHER_CASES = tuple(case.in_other_layout for case in CASES)
 """Every choice in the layout that it does not have in `CASES`."""
+LATER_CASES = tuple(
+    OracleCase(len(CASES) + number, "group_norm", *choice, layout="tree" if number % 2 else "rows")
+    for number, choice in enumerate(product(LATER_RATIOS, AGGREGATIONS))
+)
 PIECE_CASES = tuple(
     case
     for case in CASES

@@ -7,6 +7,7 @@ written out once more, no micro-batches, no ranks, torch's own SGD.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Scored
-from tests.oracle.cases import BATCHES, FIRST, GROUPS, LAM, LR, TEMPERATURE, OracleCase
+from tests.oracle.cases import BATCHES, FIRST, GROUPS, LAM, LATER_RATIOS, LR, TEMPERATURE, OracleCase
 from tests.oracle.rollouts import Recorded
 
 
@@ -140,6 +141,60 @@ def correction(u_log: Tensor, weight: Tensor, case: OracleCase) -> Tensor:
     return u.clamp(low, high)
 
 
+def chosen_tokens(
+    samples: Sequence[Scored], weights: Sequence[Tensor], found: dict[str, list[float]], options: dict[str, Any]
+) -> list[Tensor]:
+    """Of each sample, the tokens that clip_cov or kl_cov chooses among all trained tokens of a step."""
+    listed = []
+    for number, (s, w) in enumerate(zip(samples, weights, strict=True)):
+        keys = np.random.default_rng(zlib.crc32(f"{s.sample_id}/0".encode())).random(len(s.token_ids))
+        listed += [
+            (number, i, found[s.sample_id][i], float(s.behavior_logprobs[t]), float(keys[t]))
+            for i, t in enumerate(places(s))
+            if w[i]
+        ]
+    mean_a, mean_lp = (sum(one[column] for one in listed) / len(listed) for column in (2, 3))
+    covariances = {(n, i): (np.float32(a) - mean_a) * (lp - mean_lp) for n, i, a, lp, _ in listed}
+    if options.get("kind") == "kl_cov":
+        order = sorted(covariances, key=lambda place: -covariances[place])
+    else:
+        low, high = options["cov_range"]
+        order = [(n, i) for n, i, *_ in sorted(listed, key=lambda one: one[4]) if low < covariances[n, i] < high]
+    chosen = [torch.zeros(len(w)) for w in weights]
+    for n, i in order[: max(1, int(options["cov_share"] * len(listed)))]:
+        chosen[n][i] = 1.0
+    return chosen
+
+
+def later_terms(
+    lp: Tensor, base: Tensor, a: Tensor, weight: Tensor, chosen: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The kinds of `LATER_RATIOS`."""
+    kind, low, high = options["kind"], options.get("clip_low"), options.get("clip_high")
+    ratio, never, num = (lp - base).exp(), torch.zeros_like(a), max(1.0, float(weight.sum()))
+    if kind == "sapo":
+        good, other = options["sapo_temperatures"]
+        tau = torch.tensor([good if one > 0 else other for one in a.tolist()])
+        return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * a, never
+    if kind == "vespo":
+        w = math.exp(float(((lp - base).detach() * weight).sum()))
+        pairs = zip(*(options[name] for name in ("vespo_powers", "vespo_decays")), strict=True)
+        good, other = (w**power * math.exp(decay - decay * w) for power, decay in pairs)
+        return -torch.tensor([good if one >= 0 else other for one in a.tolist()]) * a * lp, never
+    if kind == "gmpo":
+        limited = torch.where(a > 0, (lp - base).clamp(max=high), (lp - base).clamp(min=-low))
+        mean = math.exp(float((limited.detach() * weight).sum()) / num)
+        return -a * mean * limited.exp() / limited.exp().detach(), ((limited != lp - base) & (a != 0)).float()
+    if kind == "dppo":
+        moved = (lp.exp() - base.exp()).detach()
+        outside = torch.where(a > 0, moved > high, moved < -low).float()
+        return -(1 - outside) * a * ratio + options["ratio_penalty"] * (lp - base) ** 2, outside
+    if kind == "kl_cov":
+        return -a * ratio + chosen * options["ratio_penalty"] * (lp - base).abs(), chosen
+    whole, limited = ratio * a, ratio.clamp(1 - low, 1 + high) * a
+    return -torch.min(whole, limited) * (1 - chosen), torch.max((limited < whole).float(), chosen)
+
+
 def policy_terms(lp: Tensor, base: Tensor, a: Tensor, weight: Tensor, case: OracleCase) -> tuple[Tensor, Tensor]:
     """(loss, whether it is clipped) at each token."""
     options = case.objective
@@ -183,12 +238,17 @@ def step_loss(
     num_tokens = sum(float(w.sum()) for w in weights)
     num_sequences = sum(bool(w.any()) for w in weights)
     loss, num_clipped = torch.zeros(()), 0.0
-    for s, w, log_p in zip(samples, weights, log_softmax_of(model, samples), strict=True):
+    chosen = chosen_tokens(samples, weights, found, options) if "cov_share" in options else weights
+    for s, w, c, log_p in zip(samples, weights, chosen, log_softmax_of(model, samples), strict=True):
         lp, where = of_targets(log_p, s), places(s)
         behavior, ref = torch.tensor(s.behavior_logprobs[where]), torch.tensor(s.ref_logprobs[where])
         proximal = old[s.sample_id]
         base = behavior if options.get("old") == "behavior" else proximal
-        terms, clipped = policy_terms(lp, base, torch.tensor(found[s.sample_id]), w, case)
+        a = torch.tensor(found[s.sample_id])
+        if case.ratio in LATER_RATIOS:
+            terms, clipped = later_terms(lp, base, a, w, c, options)
+        else:
+            terms, clipped = policy_terms(lp, base, a, w, case)
         terms = terms * correction(proximal - behavior, w, case)
         if "kl_coef" in options:
             terms = terms + options["kl_coef"] * divergence(lp, ref, behavior, options["kl_estimator"])

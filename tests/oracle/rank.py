@@ -32,6 +32,7 @@ from tests.oracle.cases import (
     GROUPS,
     IN_PIECES,
     LAM,
+    LATER_CASES,
     LR,
     MAX_STALENESS,
     OTHER_CASES,
@@ -169,7 +170,7 @@ def run_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
     chosen = set(json.loads((directory / "cases.json").read_text()))
     recorded = load(directory / "rollouts")
     engine = Recording(directory / "model", settings, gang, head="lm")
-    for case in (*CASES, *OTHER_CASES):
+    for case in (*CASES, *OTHER_CASES, *LATER_CASES):
         if case.name in chosen:
             train(case, engine, recorded, directory / f"{case.name}.pt")
         if f"{case.name}{IN_PIECES}" in chosen:

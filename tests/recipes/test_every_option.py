@@ -67,6 +67,12 @@ VALUES: Values = {
     "objective.kind": "gspo",
     "objective.old": "behavior",
     "objective.dual_clip": 3.0,
+    "objective.sapo_temperatures": (1.5, 2.0),
+    "objective.vespo_powers": (1.0, 2.0),
+    "objective.vespo_decays": (1.0, 2.0),
+    "objective.cov_share": 0.1,
+    "objective.cov_range": (0.5, 4.0),
+    "objective.ratio_penalty": 0.5,
     "objective.correction": "icepop",
     "objective.correction_range": (0.5, 1.5),
     "objective.correction_level": "sequence",
@@ -95,6 +101,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("pairs", "time_share"): ("generator", "reward"),
 }
 
+VESPO: Values = {"objective.correction": None, "objective.old": "behavior", "objective.kind": "vespo"}
 COMPANIONS: Mapping[str, Values] = {
     "task.reasoning": {"task.name": "questions.jsonl"},  # rows that a task makes have none
     "lora": {"lora.rank": 4},
@@ -119,6 +126,12 @@ COMPANIONS: Mapping[str, Values] = {
     "objective.dual_clip": {"objective.kind": "ppo"},
     "objective.clip_low": {"objective.kind": "ppo"},
     "objective.clip_high": {"objective.kind": "ppo"},
+    "objective.sapo_temperatures": {"objective.kind": "sapo"},
+    "objective.vespo_powers": VESPO,
+    "objective.vespo_decays": VESPO,
+    "objective.cov_share": {"objective.kind": "kl_cov"},
+    "objective.cov_range": {"objective.kind": "clip_cov"},
+    "objective.ratio_penalty": {"objective.kind": "kl_cov"},
     "objective.correction_range": {"objective.correction": "tis"},
     "objective.correction_level": {"objective.correction": "tis"},
     "max_filtered_per_step": {"dynamic_sampling": True},
@@ -133,7 +146,13 @@ COMPANIONS: Mapping[str, Values] = {
 """What an option needs to have an effect; that of a block is for all of its options."""
 EVALUATED: Values = {"evaluate": 8}
 ONE_SEAT: Values = {"opponent_every": 0}
+UNCLIPPED: Values = {"objective.clip_high": None}
 OF_ONE_GRAPH: Mapping[tuple[str, str], Values] = {
+    ("dapo", "objective.sapo_temperatures"): {**UNCLIPPED, "objective.kind": "sapo"},
+    ("dapo", "objective.vespo_powers"): {**UNCLIPPED, **VESPO},
+    ("dapo", "objective.vespo_decays"): {**UNCLIPPED, **VESPO},
+    ("dapo", "objective.cov_share"): {**UNCLIPPED, "objective.kind": "kl_cov"},
+    ("dapo", "objective.ratio_penalty"): {**UNCLIPPED, "objective.kind": "kl_cov"},
     ("iterative_dpo", "reference"): {"reference.weights": "initial"},
     ("iterative_dpo", "reference.mixup"): {"reference.weights": "initial", "reference.refresh_every": 2},
     ("distill", "lmbda"): {"beta": 0.5},

@@ -298,8 +298,11 @@ REFUSED = {
     ("distill", "--max-answer-tokens 9"): "every prompt has answers of the student, for --lmbda is 1",
     ("distill", "--lmbda 0 --beta 0 --group-size 3 --staleness 2"): "--group-size and --staleness: nothing is sampled",
     ("distill", "--lmbda 0 --beta 0 --evaluate 0 --max-tokens 3"): "--max-tokens: nothing is evaluated",
-    ("raft", "--objective.dual-clip 3"): "dual_clip is for kind='ppo' and 'gspo'; 'reinforce' has no clipped ratio",
-    ("grpo", "--objective.kind reinforce --objective.clip-high 0.3"): "kind='reinforce' has no ratio to clip",
+    ("raft", "--objective.dual-clip 3"): "dual_clip is for kind ppo and gspo, and kind is 'reinforce'",
+    (
+        "grpo",
+        "--objective.kind reinforce --objective.clip-high 0.3",
+    ): "and clip_cov, and kind is 'reinforce'",
     ("grpo", "--objective.length 3"): "length is for aggregation='constant'",
     ("grpo", "--max-filtered-per-step 3"): "give --dynamic-sampling or --mean-between too",
     ("reinforce_pp", "--baseline --objective.kl-coef 0.1"): "with --baseline the KL in the loss is --kl-coef",

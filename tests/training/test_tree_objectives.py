@@ -35,6 +35,11 @@ OBJECTIVES: dict[str, Objective] = {
     "ppo": PolicyObjective(),
     "gspo": PolicyObjective(kind="gspo", aggregation="sequence", correction=None),
     "cispo": PolicyObjective(kind="cispo", clip_low=0.5, clip_high=1.5, correction=None),
+    "gmpo": PolicyObjective(kind="gmpo", aggregation="sequence", correction=None),
+    "vespo": PolicyObjective(kind="vespo", old="behavior", correction=None),
+    "dppo": PolicyObjective(kind="dppo", old="behavior", correction=None, clip_low=0.001, clip_high=0.001),
+    "clip_cov": PolicyObjective(kind="clip_cov", cov_share=0.1, cov_range=(0.01, 5.0)),
+    "kl_cov": PolicyObjective(kind="kl_cov", cov_share=0.1),
     "kl_entropy": PolicyObjective(kl_coef=0.3, entropy_coef=0.1, kl_estimator="k3"),
     "own": FunctionObjective(lambda inputs: -inputs.logprobs_BT[inputs.mask_BT].sum()),
     "reverse_kl": ReverseKL(),
@@ -49,7 +54,8 @@ OBJECTIVES: dict[str, Objective] = {
 class OneProcess:
     """What `Learner` needs of an engine, around a model of one process that is never changed."""
 
-    size = 1
+    size = ranks_per_part = 1
+    rank = 0
     device = torch.device("cpu")
     lora = LoRA()
 

@@ -17,18 +17,18 @@ IPO, which uses means per token.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
+from flowrl.training.loss.policy_kinds import KINDS, LOG_RATIO_LIMIT, PolicyTokens
+
 Correction = Literal["tis", "icepop", "sequence_mask", "decoupled"]
 Aggregation = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 
-LOG_RATIO_LIMIT = 20.0
 KL_LIMIT = 10.0
 
 
@@ -38,10 +38,7 @@ def policy_loss(
     advantages_BT: Tensor,
     mask_BT: Tensor,
     *,
-    kind: Kind = "ppo",
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
+    kind: str = "ppo",
     behavior_logprobs_BT: Tensor | None = None,
     correction: Correction | None = None,
     correction_range: tuple[float, float] = (0.0, 2.0),
@@ -51,24 +48,29 @@ def policy_loss(
     num_sequences: Tensor | float | None = None,
     length: int | None = None,
     sample_tokens_B: Tensor | None = None,
+    chosen_BT: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy gradient loss.
+    """The policy gradient loss; `options` are those of its kind, see `flowrl.training.loss.policy_kinds`.
 
-    ppo (1707.06347): −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)A), ρ = π_θ/π_p; with `dual_clip` c > 1
-    (1912.09729) at most −cA where A < 0. gspo (2507.18071): the sequence's geometric mean ratio in
-    place of ρ. cispo (2506.13585): −sg(clip(ρ, clip_low, clip_high))·A·log π_θ with absolute bounds.
-    reinforce: −A log π_θ. Both bounds default to 0.2; for cispo the lower defaults to 0, the upper is required.
-
-    `correction` weights each token by a detached function of u = π_p/π_b, see `correction_weights`.
-    Stats: clip_fraction, ratio_mean, correction_mean (with a correction).
+    `chosen_BT` marks the tokens that a kind with a choice has chosen. `correction` weights each token by a detached
+    function of u = π_p/π_b, see `correction_weights`. Stats: clip_fraction, ratio_mean, correction_mean (with a
+    correction).
     """
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(KINDS)}")
+    if unknown := sorted(options.keys() - KINDS[kind].defaults.keys()):
+        raise ValueError(
+            f"kind {kind!r} has no {', '.join(unknown)}; it has {', '.join(KINDS[kind].defaults) or 'no'} options"
+        )
     mask = mask_BT.to(logprobs_BT.dtype)
     # Values at masked positions, even infinity, must reach neither loss nor gradient.
     logprobs_BT, advantages_BT = (torch.where(mask > 0, values_BT, 0.0) for values_BT in (logprobs_BT, advantages_BT))
-    ratio_BT = compute_ratios(logprobs_BT, old_logprobs_BT, mask, kind)
-    low, high = clip_bounds(kind, clip_low, clip_high)
-    loss_BT, clipped_BT = surrogate_loss(kind, logprobs_BT, ratio_BT, advantages_BT, low, high, dual_clip)
-    stats_BT = {"clip_fraction": clipped_BT, "ratio_mean": ratio_BT.detach()}
+    difference_BT = torch.where(mask > 0, logprobs_BT - old_logprobs_BT, 0.0)
+    chosen_BT = mask < 0 if chosen_BT is None else chosen_BT.bool() & (mask > 0)
+    tokens = PolicyTokens(logprobs_BT, difference_BT, advantages_BT, mask, chosen_BT)
+    loss_BT, limited_BT, ratio_BT = KINDS[kind].compute_terms(tokens, options)
+    stats_BT = {"clip_fraction": limited_BT, "ratio_mean": ratio_BT.detach()}
     if correction is not None:
         if behavior_logprobs_BT is None:
             raise ValueError(f"correction {correction!r} needs behavior_logprobs_BT")
@@ -87,50 +89,6 @@ def policy_loss(
         sample_tokens_B=sample_tokens_B,
     )
     return loss, {name: aggregate_terms(s.to(mask.dtype), mask, num_tokens=num_tokens) for name, s in stats_BT.items()}
-
-
-def compute_ratios(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor, kind: Kind) -> Tensor:
-    difference_BT = torch.where(mask > 0, logprobs_BT - old_logprobs_BT, 0.0)
-    if kind != "gspo":
-        return difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    mean_B1 = _sequence_mean(difference_BT.detach(), mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # The sequence's ratio, with its gradient distributed to the tokens; exact even if A varies by token.
-    return mean_B1.exp() * (logprobs_BT - logprobs_BT.detach()).exp()
-
-
-def clip_bounds(kind: Kind, low: float | None, high: float | None) -> tuple[float, float]:
-    """The smallest and largest ratio that is not clipped."""
-    if kind != "cispo":
-        return 1.0 - (0.2 if low is None else low), 1.0 + (0.2 if high is None else high)
-    if high is None:
-        raise ValueError("kind 'cispo' needs clip_high, the absolute upper bound of its weight")
-    return 0.0 if low is None else low, high
-
-
-def surrogate_loss(
-    kind: Kind,
-    logprobs_BT: Tensor,
-    ratio_BT: Tensor,
-    advantages_BT: Tensor,
-    low: float,
-    high: float,
-    dual: float | None,
-) -> tuple[Tensor, Tensor]:
-    """(loss per token, 1 where the clipped term is the smaller one)."""
-    if kind == "reinforce":
-        return -advantages_BT * logprobs_BT, torch.zeros_like(advantages_BT)
-    if kind == "cispo":
-        clipped_BT = ratio_BT.detach().clamp(low, high)
-        smaller_BT = clipped_BT * advantages_BT < ratio_BT.detach() * advantages_BT
-        return -clipped_BT * advantages_BT * logprobs_BT, smaller_BT
-    if kind not in ("ppo", "gspo"):
-        raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(Kind))}")
-    unclipped_BT = ratio_BT * advantages_BT
-    clipped_BT = ratio_BT.clamp(low, high) * advantages_BT
-    term_BT = torch.minimum(unclipped_BT, clipped_BT)
-    if dual is not None:
-        term_BT = torch.where(advantages_BT < 0, torch.maximum(term_BT, dual * advantages_BT), term_BT)
-    return -term_BT, clipped_BT < unclipped_BT
 
 
 def correction_weights(

@@ -13,14 +13,17 @@ Axes: B samples, T policy tokens of the longest one, P pairs.
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 
-from flowrl.messages import Bool, Column, Trainable
+from flowrl.messages import Bool, Column, Float32, Trainable
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -121,6 +124,43 @@ class LossInputs:
     """The load-balancing loss of this pass, if the trainer adds it to the objective's loss."""
 
 
+CHOSEN = Column("chosen", "bool")
+"""The tokens that an objective has chosen among all of an optimizer step, see `Objective.choose_tokens`."""
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """All tokens in the loss of one optimizer step, as their samples carry them; their order says nothing (axis N)."""
+
+    advantages_N: Float32
+    behavior_logprobs_N: Float32
+    keys_N: npt.NDArray[np.float64]
+    """A number for each token, evenly distributed over [0, 1), the same however the step is divided."""
+
+    @classmethod
+    def collect_tokens(cls, rows: Sequence[Trainable], masks: Sequence[Bool]) -> StepTokens:
+        """The marked tokens of these rows, one after the other; a further row of a sample has keys of its own."""
+        numbers: Counter[str] = Counter()
+        keys = [np.zeros(0)]
+        for row, mask in zip(rows, masks, strict=True):
+            seed = zlib.crc32(f"{row.sample_id}/{numbers[row.sample_id]}".encode())
+            keys.append(np.random.default_rng(seed).random(mask.size)[mask])
+            numbers[row.sample_id] += 1
+        none = np.zeros(0, np.float32)
+        advantages = [none, *(row.advantages[mask] for row, mask in zip(rows, masks, strict=True))]
+        behavior = [none, *(row.behavior_logprobs[mask] for row, mask in zip(rows, masks, strict=True))]
+        return cls(np.concatenate(advantages), np.concatenate(behavior), np.concatenate(keys))
+
+    @classmethod
+    def join_parts(cls, parts: Sequence[StepTokens]) -> StepTokens:
+        """The tokens of all parts, part by part."""
+        return cls(
+            np.concatenate([part.advantages_N for part in parts]),
+            np.concatenate([part.behavior_logprobs_N for part in parts]),
+            np.concatenate([part.keys_N for part in parts]),
+        )
+
+
 LossFunction = Callable[[LossInputs], "Tensor | tuple[Tensor, Mapping[str, Tensor]]"]
 """A loss of a micro-batch as one function, see `flowrl.training.loss.function_objective`."""
 
@@ -182,6 +222,11 @@ class Objective(ABC):
         return False
 
     @property
+    def chooses_tokens(self) -> bool:
+        """Whether `choose_tokens` marks tokens of each optimizer step; samples then have the column `CHOSEN`."""
+        return False
+
+    @property
     def mean_over(self) -> MeanOver | None:
         """What all of the loss is a mean over: tokens, sequences or pairs of the optimizer step.
 
@@ -207,6 +252,10 @@ class Objective(ABC):
         right; False means that the sample's loss is a constant.
         """
         return True
+
+    def choose_tokens(self, step: StepTokens) -> Bool:
+        """Mark tokens of an optimizer step, before its first pass and over all ranks; equal on every rank."""
+        raise NotImplementedError
 
     def columns(self, sample: Trainable) -> SampleColumns:
         """Arrays over all tokens of the sample, by name."""

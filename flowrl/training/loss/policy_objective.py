@@ -5,12 +5,14 @@ Axes: B samples, T policy tokens of the longest one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Bool, Trainable
-from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, SampleColumns
+from flowrl.training.loss.objective import CHOSEN, LossInputs, MeanOver, Objective, SampleColumns, StepTokens
+from flowrl.training.loss.policy_kinds import KINDS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,17 +20,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyObjective(Objective):
-    """The policy gradient family; see `flowrl.training.loss.loss_formulas.policy_loss` for the formulas."""
+    """The policy gradient family; see `flowrl.training.loss.policy_kinds` for the formulas.
+
+    Options that only some kinds have are None: the kind's own default.
+    """
 
     kind: str = "ppo"
-    """ppo | gspo | cispo | reinforce"""
+    """ppo | gspo | cispo | reinforce | sapo | gmpo | vespo | dppo | clip_cov | kl_cov"""
     clip_low: float | None = None
-    """None: 0.2, or 0 for cispo, whose bounds are absolute."""
+    """How far a ratio may fall. None: 0.2; gmpo 0.4, of its logarithm; dppo 0.2, of the probability; cispo 0, as its
+    bounds are absolute."""
     clip_high: float | None = None
-    """None: 0.2; cispo has no default."""
+    """How far it may rise. None: as clip_low; cispo has no default."""
     dual_clip: float | None = None
     """c, above 1: where the advantage is negative, the loss of a token is at most −c·A (1912.09729; ppo and gspo).
     None: no limit."""
+    sapo_temperatures: tuple[float, float] | None = None
+    """τ of tokens with a positive advantage, and of the others (sapo). None: 1 and 1.05."""
+    vespo_powers: tuple[float, float] | None = None
+    """k of tokens whose advantage is not negative, and of the others (vespo). None: 2 and 3."""
+    vespo_decays: tuple[float, float] | None = None
+    """λ of the same two (vespo). None: 3 and 2."""
+    cov_share: float | None = None
+    """Share of an optimizer step's tokens that is chosen (clip_cov and kl_cov). None: 0.0002."""
+    cov_range: tuple[float, float] | None = None
+    """Covariances between which tokens are chosen (clip_cov). None: 1 and 5."""
+    ratio_penalty: float | None = None
+    """Weight of the penalty on log ratios: squared, of every token (dppo; None: 0.001), or absolute, of the chosen
+    tokens (kl_cov; None: 1)."""
     old: str = "proximal"
     """Denominator of the ratio: "proximal", the policy at the batch's start, or "behavior", the one that sampled."""
     correction: str | None = "tis"
@@ -54,6 +73,12 @@ class PolicyObjective(Objective):
             raise ConfigError(problem)
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The options that only some kinds have, as far as they are set."""
+        names = {name for one in KINDS.values() for name in one.defaults}
+        return {name: value for name in sorted(names) if (value := getattr(self, name)) is not None}
+
+    @property
     def needs_proximal(self) -> bool:
         return self.old == "proximal" and (self.kind != "reinforce" or self.correction is not None)
 
@@ -73,7 +98,13 @@ class PolicyObjective(Objective):
         return self.entropy_coef != 0.0
 
     @property
-    def mean_over(self) -> MeanOver:
+    def chooses_tokens(self) -> bool:
+        return KINDS[self.kind].choose is not None
+
+    @property
+    def mean_over(self) -> MeanOver | None:
+        if self.chooses_tokens:
+            return None
         return "tokens" if self.aggregation == "token" else "sequences"
 
     @property
@@ -86,7 +117,13 @@ class PolicyObjective(Objective):
         return []
 
     def has_gradient(self, sample: Trainable, mask: Bool) -> bool:
-        return bool(self.kl_coef or self.entropy_coef or sample.advantages[mask].any())
+        penalty = KINDS[self.kind].pulls_back and self.ratio_penalty != 0
+        return bool(self.kl_coef or self.entropy_coef or penalty or sample.advantages[mask].any())
+
+    def choose_tokens(self, step: StepTokens) -> Bool:
+        kind = KINDS[self.kind]
+        assert kind.choose is not None
+        return kind.choose(step, **{name: value for name, value in self.given.items() if name.startswith("cov_")})
 
     def columns(self, sample: Trainable) -> SampleColumns:
         if self.kl_coef and sample.ref_logprobs is None:
@@ -98,6 +135,7 @@ class PolicyObjective(Objective):
             "advantages": sample.advantages,
             "behavior_logprobs": sample.behavior_logprobs,
             "ref_logprobs": sample.ref_logprobs,
+            **({CHOSEN.name: sample.column(CHOSEN.name)} if self.chooses_tokens else {}),
         }
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -116,15 +154,14 @@ class PolicyObjective(Objective):
             inputs.old_logprobs_BT if self.old == "proximal" else behavior_BT,
             inputs.columns["advantages"],
             inputs.mask_BT,
-            kind=self.kind,  # type: ignore[arg-type]
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
+            kind=self.kind,
+            chosen_BT=inputs.columns.get(CHOSEN.name),
             behavior_logprobs_BT=behavior_BT,
             correction=self.correction,  # type: ignore[arg-type]
             correction_range=self.correction_range,
             correction_level=self.correction_level,  # type: ignore[arg-type]
             **shares,
+            **self.given,
         )
         stats["policy_loss"] = loss.detach()
         num_tokens = inputs.totals.num_tokens
@@ -150,7 +187,7 @@ class PolicyObjective(Objective):
 
 def _problem_of(chosen: PolicyObjective) -> str | None:
     names = {
-        "kind": ("ppo", "gspo", "cispo", "reinforce"),
+        "kind": tuple(KINDS),
         "old": ("proximal", "behavior"),
         "correction": (None, "tis", "icepop", "sequence_mask", "decoupled"),
         "correction_level": ("token", "sequence"),
@@ -174,13 +211,38 @@ def _problem_of(chosen: PolicyObjective) -> str | None:
         return f"length is {chosen.length}; it has to be 1 or more"
     if chosen.length is not None and chosen.aggregation != "constant":
         return f"length is for aggregation='constant'; it is {chosen.aggregation!r}; leave length out"
-    if chosen.kind == "reinforce" and (chosen.clip_low is not None or chosen.clip_high is not None):
-        return "kind='reinforce' has no ratio to clip; leave clip_low and clip_high out, or choose ppo"
-    if chosen.dual_clip is not None and chosen.kind not in ("ppo", "gspo"):
-        return f"dual_clip is for kind='ppo' and 'gspo'; {chosen.kind!r} has no clipped ratio; leave it out"
-    if chosen.dual_clip is not None and chosen.dual_clip <= 1.0:
-        return f"dual_clip is {chosen.dual_clip}; it has to be above 1"
+    kind = KINDS[chosen.kind]
+    for name in sorted(chosen.given.keys() - kind.defaults.keys()):
+        having = " and ".join(other for other in KINDS if name in KINDS[other].defaults)
+        return f"{name} is for kind {having}, and kind is {chosen.kind!r}; leave it out (None)"
+    if kind.against_sampler and chosen.old != "behavior":
+        return (
+            f"kind={chosen.kind!r} compares with the policy that sampled, not with that of the batch's start; give "
+            "old='behavior' and correction=None with it"
+        )
+    for name, value in {**kind.defaults, **chosen.given}.items():
+        if problem := _problem_of_option(name, value, chosen.kind):
+            return problem
     low, high = chosen.correction_range
     if not 0.0 <= low < high:
         return f"correction_range is {chosen.correction_range}; it has to be 0 <= low < high"
+    return None
+
+
+def _problem_of_option(name: str, value: Any, kind: str) -> str | None:
+    """What is wrong with the value of an option that only some kinds have."""
+    if value is None:
+        return None
+    if name in ("sapo_temperatures", "vespo_powers", "vespo_decays") and not all(0 < one < math.inf for one in value):
+        return f"{name} is {value}; both have to be above 0"
+    if name == "cov_range" and not value[0] < value[1]:
+        return f"cov_range is {value}; it has to be low < high"
+    if name == "cov_share" and not 0 < value <= 1:
+        return f"cov_share is {value}; it has to be above 0, and at most 1"
+    if name == "ratio_penalty" and not 0 <= value < math.inf:
+        return f"ratio_penalty is {value}; it has to be 0 or more"
+    if name == "dual_clip" and value <= 1.0:
+        return f"dual_clip is {value}; it has to be above 1"
+    if name in ("clip_low", "clip_high") and kind in ("gmpo", "dppo") and not value >= 0:
+        return f"{name} is {value}; kind={kind!r} needs 0 or more"
     return None
