@@ -8,7 +8,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean oracle matrices templates mutants random-graphs kills test-nvme docs docs-serve gpu-check
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean oracle matrices templates mutants random-graphs kills test-nvme docs docs-serve gpu-check gpu-check-cpu
 
 setup:
 	@.ci/setup
@@ -84,6 +84,11 @@ kills: setup
 # What a CPU cannot show, on a machine with GPUs: stages of under 8 minutes, results and table in gpu-check/.
 gpu-check: setup
 	$(PY) -m flowrl.cli gpu-check
+
+# Its stages that mean something on a CPU; vLLM's second runner in the interpreter of Triton, whose wheel is 200 MB.
+gpu-check-cpu: setup
+	@[ -e .venv/triton/triton ] || $(PY) -m pip --disable-pip-version-check install --quiet --no-compile --no-deps --target .venv/triton triton==3.7.1
+	PYTHONPATH=.venv/triton $(PY) -m flowrl.cli gpu-check --device cpu --out gpu-check-cpu
 
 # The site of the documents, into build/docs, in an environment of its own.
 docs: $(DOCS)/installed

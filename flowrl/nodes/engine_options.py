@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from flowrl.training.memory import ModelShape
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+Runner = Literal["auto", "v1", "v2"]
 OURS = {
     "model": "the policy decides",
     "logprobs_mode": "training needs the logprobs of the distribution that was sampled from",
@@ -72,6 +74,9 @@ class Engine:
     CPU is slow in bfloat16."""
     enforce_eager: bool | None = None
     """Neither compile nor record CUDA graphs; None: eager on a CPU."""
+    runner: Runner = "auto"
+    """Which of vLLM's two model runners computes and samples; auto: vLLM's choice, which is v2 where Triton works,
+    and v1 on a CPU. With triton installed, v2 runs on a CPU in Triton's interpreter, slowly: for tests."""
     quantization: str = ""
     """fp8: vLLM keeps the layers' matrices in 8 bits, and quantizes every version that it receives (fp8_per_channel; or
     fp8_per_tensor, fp8_per_block). vLLM's other methods are for generators that receive no weights."""
@@ -163,6 +168,11 @@ class Engine:
             found.append(
                 f"{method} and {offload}, but vLLM cannot keep weights in host "
                 "memory that it quantizes while it loads them; leave one of the two out"
+            )
+        if self.runner == "v2" and gpus <= 0 and find_spec("triton") is None:
+            found.append(
+                "--engine.runner is v2, whose kernels are Triton's, but the generator has no GPUs; leave it out, or "
+                "install triton, whose interpreter runs them on a CPU slowly, for tests"
             )
         for name in () if gpus else ON_GPUS_ONLY:
             if getattr(self, name):

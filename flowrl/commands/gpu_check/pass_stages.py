@@ -36,7 +36,7 @@ def trees(bench: Bench) -> None:
     path = make_small_model(bench.directory / "model")
     tokens, masks = groups(num=3, size=4, prompt=30, response=20)
     for dtype, limit in (("float32", FLOAT32_LIMIT), ("bfloat16", BFLOAT16_LIMIT)):
-        model = _model(path, bench, dtype, layout="tree")  # type: ignore[arg-type]
+        model = load_model(path, bench, dtype, layout="tree")  # type: ignore[arg-type]
         found = passed(model, tokens, masks, "tree", bench), passed(model, tokens, masks, "padded", bench)
         _compare(bench, f"trees, {dtype}", found, limit)
     _tree_speed(bench)
@@ -56,7 +56,7 @@ def _tree_speed(bench: Bench) -> None:
     bfloat16."""
     path = make_small_model(bench.directory / "speed", large=bench.on_gpu)
     prompt, response = (1024, 256) if bench.on_gpu else (64, 16)
-    model = _model(path, bench, "bfloat16" if bench.on_gpu else "float32", layout="tree")
+    model = load_model(path, bench, "bfloat16" if bench.on_gpu else "float32", layout="tree")
     tokens, masks = groups(num=1, size=8, prompt=prompt, response=response)
     seconds = {}
     for layout in ("padded", "tree"):
@@ -84,8 +84,8 @@ def packing(bench: Bench) -> None:
         else:
             bench.figure(attention, f"left out: {module} is not installed" if bench.on_gpu else "left out: for GPUs")
     for attention, dtype, limit in kinds:
-        packed = passed(_model(path, bench, dtype, attention), tokens, masks, "packed", bench)
-        rows = passed(_model(path, bench, dtype), tokens, masks, "padded", bench)
+        packed = passed(load_model(path, bench, dtype, attention), tokens, masks, "packed", bench)
+        rows = passed(load_model(path, bench, dtype), tokens, masks, "padded", bench)
         _compare(bench, f"{attention}, {dtype}", (packed, rows), limit)
 
 
@@ -96,15 +96,17 @@ def precision(bench: Bench) -> None:
     tokens = random_tokens([60, 45, 52, 31])
     masks = all_masks(tokens)
     cpu = Bench("cpu", 0, bench.directory)
-    exact = passed(_model(path, cpu, "float32"), tokens, masks, "padded", cpu)[0]
+    exact = passed(load_model(path, cpu, "float32"), tokens, masks, "padded", cpu)[0]
     for dtype, limit in (("float32", 1e-4), ("bfloat16", BFLOAT16_LIMIT)):
-        found = passed(_model(path, bench, dtype), tokens, masks, "padded", bench)[0]  # type: ignore[arg-type]
+        found = passed(load_model(path, bench, dtype), tokens, masks, "padded", bench)[0]  # type: ignore[arg-type]
         gap = float((found - exact).abs().mean())
         bench.figure(f"mean difference of a logprob, {dtype}", f"{gap:.1e}")
         bench.require(gap <= limit, f"logprobs in {dtype} differ from a CPU's in float32 by {gap:.2e}, not {limit:g}")
 
 
-def _model(path: Path, bench: Bench, dtype: Dtype, attention: Attention = "sdpa", layout: str = "rows") -> PolicyModel:
+def load_model(
+    path: Path, bench: Bench, dtype: Dtype, attention: Attention = "sdpa", layout: str = "rows"
+) -> PolicyModel:
     model = load_policy_model(path, dtype=dtype, attention=attention, layout=layout, tries=False)  # type: ignore[arg-type]
     return model.to(bench.device)
 

@@ -78,6 +78,24 @@ STAGES = (
         ("vllm",),
     ),
     CheckStage(
+        "generation",
+        "vLLM's first runner samples what a trainer's model says, before, amid and after an update",
+        f"{HERE}.generation_stages:generation",
+        ("vllm",),
+    ),
+    CheckStage(
+        "generation-v2",
+        "the same with vLLM's second runner, which it takes on GPUs",
+        f"{HERE}.generation_stages:generation_v2",
+        ("vllm", "triton"),
+    ),
+    CheckStage(
+        "attention",
+        "FlashAttention, Triton and FlashInfer sample in bfloat16 with a trainer's logprobs",
+        f"{HERE}.generation_stages:attention",
+        ("vllm",),
+    ),
+    CheckStage(
         "fp8",
         "an engine in fp8 has after an update the weights, scales and logprobs of a fresh one; the gap to bfloat16",
         f"{HERE}.fp8_stage:fp8",
@@ -105,6 +123,25 @@ STAGES = (
         "a trainer and a process that takes 90% of the GPU use it in turns, checkpoints included",
         f"{HERE}.run_stages:lease",
         ("ray",),
+    ),
+    CheckStage(
+        "whole-run",
+        "GRPO from prompt to weights: audit ok, and the policy learns",
+        f"{HERE}.run_stages:whole_run",
+        ("ray", "vllm", "deepspeed"),
+    ),
+    CheckStage(
+        "adapter-run",
+        "GRPO with LoRA: audit ok, vLLM serves the versions as adapters",
+        f"{HERE}.run_stages:adapter_run",
+        ("ray", "vllm", "deepspeed", "peft"),
+    ),
+    CheckStage(
+        "wide-run",
+        "two ranks at ZeRO 3 and two engines, over NCCL on GPUs: audit ok",
+        f"{HERE}.run_stages:wide_run",
+        ("ray", "vllm", "deepspeed"),
+        least_gpus=4,
     ),
     CheckStage("speeds", "matrix products, copies, and a step of training", f"{HERE}.speed_stages:speeds"),
 )

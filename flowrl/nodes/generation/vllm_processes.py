@@ -23,7 +23,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.models.model_files import context_length, stored_dtype
-from flowrl.nodes.engine_options import LARGEST_CACHE, AdapterSlots, Engine, largest_kv_cache, read_config
+from flowrl.nodes.engine_options import LARGEST_CACHE, AdapterSlots, Engine, Runner, largest_kv_cache, read_config
 from flowrl.nodes.sampling import NOTHING, Completion
 from flowrl.training.memory import read_shape
 from flowrl.weights.probe import PROBE_TOKENS
@@ -66,17 +66,22 @@ def stored_problems(model_dir: Path, engine: Engine, gpus: float) -> list[str]:
     ]
 
 
-def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, eager: bool = True) -> None:
+def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, eager: bool = True, runner: Runner = "auto") -> None:
     """Set the environment variables that vLLM and its child processes read. Call before the first import of vllm."""
-    from flowrl.weights.vllm_process.engine_process import PARENT_VARIABLE
+    from flowrl.weights.vllm_process.engine_process import PARENT_VARIABLE, interpret_triton
 
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # vLLM's second model runner imports it, but requests with a seed or with processed logprobs never use it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if runner != "auto":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
     if on_gpu:
         return
+    if runner == "v2":
+        os.environ["TRITON_INTERPRET"] = "1"
+        interpret_triton()
     if eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request compiles for many seconds
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise vLLM overrides "uni"

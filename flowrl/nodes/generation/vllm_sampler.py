@@ -86,7 +86,9 @@ class VllmSampler:
         With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
         engine = engine or Engine()
-        prepare_environment(cores=cores, on_gpu=bool(num_gpus), eager=engine.enforce_eager is not False)
+        prepare_environment(
+            cores=cores, on_gpu=bool(num_gpus), eager=engine.enforce_eager is not False, runner=engine.runner
+        )
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 from flowrl.machine.orphans import has_ended
 
@@ -57,6 +58,20 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def interpret_triton() -> None:
+    """Tell vLLM that Triton works on a CPU, if TRITON_INTERPRET says that its kernels are to be interpreted.
+
+    vLLM's CPU build uses Triton only with a backend named cpu, which the published package lacks. The interpreter needs
+    no backend.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.backends import backends
+
+    driver = SimpleNamespace(is_active=lambda: True)
+    backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
 
 
 _watched = 0

@@ -7,12 +7,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flowrl import In, Node
 from flowrl.errors import FlowrlError
 from flowrl.messages import Prompt
+from flowrl.nodes import engine_options
+from flowrl.nodes.engine_options import Engine, Runner
 from flowrl.nodes.generation.vllm_processes import (
     CONSEQUENCE,
     DID_NOT_START,
@@ -24,6 +28,7 @@ from flowrl.nodes.generation.vllm_processes import (
     reported_start,
 )
 from flowrl.testing import NodeRig
+from flowrl.weights.vllm_process.engine_process import interpret_triton
 from tests.nodes.generation.generator_rig import make_prompt
 from tests.rigs.run_process import ROOT
 
@@ -267,3 +272,34 @@ def test_a_sampler_that_no_request_uses_is_not_imported(
     monkeypatch.setattr(os, "environ", {} if given is None else {"VLLM_USE_FLASHINFER_SAMPLER": given})
     prepare_environment(cores=(), on_gpu=True)
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == found
+
+
+@pytest.mark.parametrize(("runner", "found"), [("auto", None), ("v1", "0"), ("v2", "1")])
+def test_the_runner_is_chosen_before_vllm_is_imported(
+    runner: Runner, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    prepare_environment(cores=(), on_gpu=True, runner=runner)
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == found
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_vllm_finds_triton_on_a_cpu_only_where_it_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "triton.backends", SimpleNamespace(backends=backends))
+    monkeypatch.setattr(os, "environ", {})
+    interpret_triton()
+    prepare_environment(cores=(), on_gpu=False, runner="v1")
+    assert not backends
+    prepare_environment(cores=(), on_gpu=False, runner="v2")
+    assert os.environ["TRITON_INTERPRET"] == "1" and backends["cpu"].driver.is_active()
+
+
+def test_the_second_runner_needs_gpus_or_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_options, "find_spec", lambda name: None)
+    assert Engine(runner="v2").find_problems(1) == [] and Engine().find_problems(0) == []
+    (told,) = Engine(runner="v2").find_problems(0)
+    assert told.startswith("--engine.runner is v2, whose kernels are Triton's, but the generator has no GPUs")
+    monkeypatch.setattr(engine_options, "find_spec", lambda name: object())
+    assert Engine(runner="v2").find_problems(0) == []
