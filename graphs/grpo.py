@@ -8,6 +8,7 @@ flowrl run grpo --steps 60 --run-dir runs/first
 flowrl run grpo --policy smollm2 --task reasoning_gym/chain_sum --steps 60
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,7 @@ from flowrl.options import (
     make_reward,
     make_trainer,
     train_on_answers,
+    unused,
 )
 from flowrl.training.advantages import Estimate
 
@@ -38,18 +40,42 @@ class GRPO(OnlineConfig):
     normalisation: NormalisationOptions = NormalisationOptions()
     loss: RewardKLLoss = RewardKLLoss()
 
-    advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
+    advantage: Literal[
+        "group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce", "max_rl", "pass_at_k", "gdpo"
+    ] = "group_norm"
     """What a sample is compared with: the mean of its group, with or without division by the group's standard
-    deviation, the other samples, or nothing."""
+    deviation or mean (max_rl), the other samples, the best of k samples (pass_at_k), nothing; or each part of its
+    reward with that part of the others (gdpo)."""
+    pass_k: int | None = None
+    """k, for `advantage` pass_at_k: of so many samples one has to pass."""
+    pass_at: float = 1.0
+    """The reward from which a sample passes, for `advantage` pass_at_k."""
     gamma: float = 1.0
     """Discount, for `advantage` reinforce."""
     shuffle_rewards: bool = False
     """A control experiment: rewards are shuffled within each group, so nothing can be learnt."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.advantage == "gdpo":
+            why = "--advantage gdpo compares the parts of a reward, not what shaping makes of their sum; leave this out"
+            names = ("reward_clip", "stop_penalty", "negate_rewards", "overlong_buffer", "overlong_factor")
+            yield from unused(self, names, why)
+        if self.advantage == "max_rl":
+            why = "--advantage max_rl divides by a mean reward, and this makes rewards negative; leave it out"
+            yield from unused(self, ("negate_rewards", "overlong_buffer"), why)
+
 
 def graph(cfg: GRPO) -> Graph:
-    kl = cfg.loss.of_estimate
-    estimate = Estimate(cfg.advantage, gamma=cfg.gamma, shuffle_rewards=cfg.shuffle_rewards, **kl)
+    estimate = Estimate(
+        cfg.advantage,
+        gamma=cfg.gamma,
+        shuffle_rewards=cfg.shuffle_rewards,
+        pass_k=cfg.pass_k,
+        pass_at=cfg.pass_at,
+        part_weights=cfg.reward.part_weights(cfg.data.task) if cfg.advantage == "gdpo" else (),
+        **cfg.loss.of_estimate,
+    )
     objective = cfg.loss.build(cfg.sampling.max_tokens)
 
     g = Graph("grpo")

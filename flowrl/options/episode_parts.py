@@ -98,9 +98,13 @@ class EpisodeOptions(ConfigPart):
     tokenizer's response_template, if it has one."""
     reasoning_parser: str = ""
     """vLLM's parser that separates the policy's reasoning from its answer, such as qwen3."""
-    advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
+    advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "pass_at_k"] = "group_norm"
     """What an episode is compared with: the mean of its group, with or without division by the group's standard
-    deviation, or the other episodes."""
+    deviation or mean (max_rl), the other episodes, or the best of k episodes (pass_at_k)."""
+    pass_k: int | None = None
+    """k, for `advantage` pass_at_k: of so many episodes one has to pass."""
+    pass_at: float = 1.0
+    """The reward from which an episode passes, for `advantage` pass_at_k."""
     credit: Credit = "episode"
     """A token has the advantage of its whole episode (episode), or of its turn (turn): of the rewards that follow,
     compared with the group."""
@@ -119,6 +123,9 @@ class EpisodeOptions(ConfigPart):
             yield f"--task.reward is {cfg.data.task.reward!r}, but an episode is scored by its environment or agent"
         if cfg.get_part(TimedReward).reward_timeout_s is not None:
             yield "--reward-timeout-s is for reward functions, and an episode's environment has --limits; leave it out"
+        if self.advantage == "max_rl":
+            why = "--advantage max_rl divides by a mean reward, and this makes rewards negative; leave it out"
+            yield from unused(cfg, ("negate_rewards",), why)
         why = "an episode's first prompt is bounded as all of it is, by --limits.tokens; leave this out"
         yield from unused(cfg, ("evaluate_max_prompt_tokens",), why)
 
@@ -211,7 +218,14 @@ class EpisodeConfig(GraphConfig):
     def estimate(self) -> Estimate:
         """How advantages are computed: a token has that of its episode, or of its turn."""
         how = self.episodes
-        return Estimate(how.advantage, gamma=how.gamma, credit=how.credit, **self.loss.of_estimate)
+        return Estimate(
+            how.advantage,
+            gamma=how.gamma,
+            credit=how.credit,
+            pass_k=how.pass_k,
+            pass_at=how.pass_at,
+            **self.loss.of_estimate,
+        )
 
 
 def train_on_episodes(

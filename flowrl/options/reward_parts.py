@@ -11,9 +11,9 @@ from flowrl.nodes import Overlong, ProcessReward, Reward, RewardModel, Shaping
 from flowrl.nodes.scoring.reward_model import OfSteps
 from flowrl.options.graph_config import ConfigPart, GraphConfig
 from flowrl.options.sizes import RewardModelSize, too_low, unused
-from flowrl.tasks import Task
+from flowrl.tasks import Task, parts_of
 from flowrl.tasks.reward_calls.http import AWAY_S
-from flowrl.tasks.rewards import names_model
+from flowrl.tasks.rewards import is_sum, names_model
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,13 @@ class RewardOptions(TimedReward):
 
     def compares_answers(self, task: Task) -> bool:
         return not self.reward_model.model or (names_model(task.reward) and task.compares)
+
+    def part_weights(self, task: Task) -> tuple[tuple[str, float], ...]:
+        """(name, weight) of the parts of a reward that is a sum, as samples have them; () if it is none."""
+        parts = parts_of(task, task.reward or task.verifier)
+        if not is_sum(parts) or (self.reward_model.model and not names_model(task.reward)):
+            return ()
+        return tuple((part.name, part.weight) for part in parts)
 
     def place_in(self, cfg: GraphConfig) -> dict[str, Any]:
         """The arguments of `Graph.add` for the node that scores responses."""

@@ -6,7 +6,8 @@ longest episode.
 `Estimate` is what a graph selects. Its steps run in this order: normalisation of rewards, KL before the baseline, the
 group's baseline (`group_rewards`), KL token by token, return-to-go (`returns_to_go`, or `compute_gae` if there are a
 critic's values). The batcher calls `whiten_advantages`; `compute_advantages` runs all these steps in one call. Papers:
-GAE 1506.02438, GRPO 2402.03300, REINFORCE++ 2501.03262, Dr.GRPO 2503.20783, RLOO 2402.14740.
+GAE 1506.02438, GRPO 2402.03300, REINFORCE++ 2501.03262, Dr.GRPO 2503.20783, RLOO 2402.14740, MaxRL 2602.02710,
+pass@k 2508.10751, GDPO 2601.05242.
 
 Credit by turn: each turn of an episode is compared with the same turn of the other members of its group.
 
@@ -27,6 +28,7 @@ import dataclasses
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from math import comb, sqrt
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -38,12 +40,18 @@ from flowrl.messages.episode import Episode
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-Estimator = Literal["reinforce", "reinforce_baseline", "dr_grpo", "rloo", "group_norm", "gae"]
+Estimator = Literal[
+    "reinforce", "reinforce_baseline", "dr_grpo", "rloo", "group_norm", "max_rl", "pass_at_k", "gdpo", "gae"
+]
 
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)
-GROUP_ESTIMATORS = ("reinforce_baseline", "dr_grpo", "rloo", "group_norm")
+BASELINE_ESTIMATORS = ("reinforce_baseline", "dr_grpo", "rloo", "group_norm")
+"""Estimators that compare rewards of any scale, of whole samples or of turns, with those of the group."""
+SCALED_ESTIMATORS = ("max_rl", "pass_at_k", "gdpo")
+"""Estimators that read more in rewards than their differences: their size, whether they pass, or their parts."""
+GROUP_ESTIMATORS = (*BASELINE_ESTIMATORS, *SCALED_ESTIMATORS)
 """Estimators that compare a sample with the other members of its group; they need at least two members."""
-WHITENED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
+WHITENED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "gdpo")
 DISCOUNTED_ESTIMATORS = ("gae", "reinforce")
 
 EQUAL_REWARDS = 1e-6
@@ -52,8 +60,14 @@ LEAST_SPREAD = 1e-12
 """Rewards of a group that differ by no more than this are equal, however small they are."""
 
 
-def group_rewards(rewards_K: npt.ArrayLike, estimator: Estimator) -> Array:
-    """R′ of the scored members of one group. Raises ValueError if the group is too small to compare."""
+def group_rewards(
+    rewards_K: npt.ArrayLike, estimator: Estimator, *, pass_k: int | None = None, pass_at: float = 1.0
+) -> Array:
+    """R′ of the scored members of one group; `pass_k` and `pass_at` are those of `pass_at_k`.
+
+    Raises ValueError if the group is too small to compare, and ConfigError for a reward below 0 under `max_rl`. `gdpo`
+    compares parts, see `normalise_parts`.
+    """
     rewards = np.asarray(rewards_K, np.float64)
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown estimator {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
@@ -62,13 +76,48 @@ def group_rewards(rewards_K: npt.ArrayLike, estimator: Estimator) -> Array:
     n = rewards.size
     if n < 2:
         raise ValueError(f"estimator {estimator!r} compares the members of a group and needs two, got {n}")
+    if estimator == "gdpo":
+        raise ValueError("estimator 'gdpo' compares the parts of rewards, which normalise_parts takes")
+    if estimator == "pass_at_k":
+        if pass_k is None or not 1 <= pass_k <= n:
+            raise ValueError(f"estimator 'pass_at_k' needs a pass_k from 1 to the {n} members of the group: {pass_k}")
+        return pass_rewards(rewards >= pass_at, pass_k)
+    if estimator == "max_rl" and rewards.min() < 0:
+        raise ConfigError(
+            f"estimator 'max_rl' divides by the mean reward of a group, and a reward is {rewards.min():g}; give it "
+            "rewards of 0 and more"
+        )
     if all_equal(rewards):
         return np.zeros_like(rewards)
+    if estimator == "max_rl":
+        relative: Array = rewards / rewards.mean() - 1.0
+        return relative
     if estimator == "rloo":
         baseline: Array = (rewards.sum() - rewards) / (n - 1)
         return rewards - baseline
     centred: Array = rewards - rewards.mean()
     return centred / (float(rewards.std(ddof=1)) + 1e-9) if estimator == "group_norm" else centred
+
+
+def pass_rewards(passes_K: Mask, k: int) -> Array:
+    """R′ of each member as the best of k members is rewarded: 1 if one of the k passes, the mean over all choices of
+    k members that include it, against all choices (2508.10751, with their σ + 1e-6)."""
+    n, failing = passes_K.size, int((~passes_K).sum())
+    none_passes = comb(failing, k) / comb(n, k)
+    spread = sqrt(none_passes * (1 - none_passes)) + 1e-6
+    none_passes_beside = comb(failing - 1, k - 1) / comb(n - 1, k - 1) if failing else 0.0
+    return np.where(passes_K, none_passes, none_passes - none_passes_beside) / spread
+
+
+def normalise_parts(parts_KP: npt.ArrayLike, weights_P: npt.ArrayLike) -> Array:
+    """R′ of each member: the weighted sum of the parts of its reward, each normalised over the group (2601.05242).
+
+    A part that is equal in all members adds 0. The sum is then whitened over the batch (axis P: the parts).
+    """
+    parts = np.asarray(parts_KP, np.float64)
+    normalised_KP = np.stack([group_rewards(part_K, "group_norm") for part_K in parts.T], axis=1)
+    found: Array = normalised_KP @ np.asarray(weights_P, np.float64)
+    return found
 
 
 def all_equal(rewards_K: npt.ArrayLike) -> bool:
@@ -292,6 +341,12 @@ class Estimate:
     """Subtract kl_coef·Σkl from a response's reward before the group's baseline, not token by token (2402.14740)."""
     shuffle_rewards: bool = False
     """For a control run that must not learn: the rewards of a group are shuffled among its members."""
+    pass_k: int | None = None
+    """k of `pass_at_k`: of so many samples one has to pass."""
+    pass_at: float = 1.0
+    """The reward from which a sample passes, for `pass_at_k`."""
+    part_weights: tuple[tuple[str, float], ...] = ()
+    """(name in a sample's `reward_parts`, weight) of the parts that `gdpo` normalises one by one."""
     credit: Credit = "episode"
     """Only for episodes: whether a token gets the advantage of its episode or of its turn; see `turn_advantages`."""
 
@@ -302,9 +357,10 @@ class Estimate:
             found.append(f"estimator is {self.estimator!r}; it has to be one of {', '.join(ESTIMATORS)}")
         if self.credit not in get_args(Credit):
             found.append(f"credit is {self.credit!r}; it has to be one of {', '.join(get_args(Credit))}")
+        found += self._list_scale_problems()
         if self.credit == "turn":
-            if self.estimator not in GROUP_ESTIMATORS:
-                compares = ", ".join(GROUP_ESTIMATORS)
+            if self.estimator not in BASELINE_ESTIMATORS:
+                compares = ", ".join(BASELINE_ESTIMATORS)
                 found.append(f"credit is 'turn', which compares a group; estimator has to be one of {compares}")
             if self.kl_coef:
                 found.append("credit is 'turn', but kl_coef is above 0; set kl_coef=0 and use the objective's kl_coef")
@@ -326,6 +382,37 @@ class Estimate:
         if self.kl_before_baseline and self.estimator not in GROUP_ESTIMATORS:
             found.append(f"kl_before_baseline needs an estimator with a baseline, and {self.estimator!r} has none")
         return found
+
+    def _list_scale_problems(self) -> list[str]:
+        """Problems of what only `SCALED_ESTIMATORS` have, and cannot have."""
+        found = []
+        if self.estimator == "pass_at_k" and (self.pass_k is None or self.pass_k < 1):
+            found.append(
+                f"pass_k is {self.pass_k}; estimator 'pass_at_k' needs it, as the number of samples of which one has "
+                "to pass"
+            )
+        if self.estimator != "pass_at_k" and (self.pass_k is not None or self.pass_at != Estimate.pass_at):
+            found.append(f"pass_k and pass_at are for estimator 'pass_at_k', not {self.estimator!r}; leave them out")
+        if self.estimator == "gdpo" and len(self.part_weights) < 2:
+            found.append(
+                "estimator 'gdpo' normalises each part of a reward by itself, and this reward has no two; give it a "
+                "sum, as with --task.reward 'verifier + 0.5*FILE.py:short'"
+            )
+        if self.estimator == "gdpo" and self.shuffle_rewards:
+            found.append("shuffle_rewards shuffles whole rewards, and estimator 'gdpo' reads parts; choose another")
+        if self.estimator in SCALED_ESTIMATORS and self.kl_before_baseline:
+            found.append(
+                f"kl_before_baseline changes the reward that estimator {self.estimator!r} reads; leave it out, so "
+                "that the KL is subtracted token by token"
+            )
+        return found
+
+    @property
+    def least_members(self) -> int:
+        """The number of scored members that a group needs."""
+        if self.estimator not in GROUP_ESTIMATORS:
+            return 1
+        return max(2, self.pass_k or 0)
 
     def make_trainables(
         self, samples: Sequence[Scored], *, kl_coef: float | None = None, scale: Scale | None = None
@@ -359,7 +446,12 @@ class Estimate:
         if kl_KT is not None and self.kl_before_baseline:
             rewards_K -= coef * np.where(mask_KT, kl_KT, 0.0).sum(axis=1)
             kl_KT = None
-        rewards_KT = token_rewards(group_rewards(rewards_K, self.estimator), mask_KT, kl_KT, coef, turns_KT)
+        shaped_K = (
+            self._compare_parts(samples)
+            if self.estimator == "gdpo"
+            else group_rewards(rewards_K, self.estimator, pass_k=self.pass_k, pass_at=self.pass_at)
+        )
+        rewards_KT = token_rewards(shaped_K, mask_KT, kl_KT, coef, turns_KT)
         if self.estimator == "gae":
             values_KT = stack_rows([self._require_array(sample, "values") for sample in samples])
             advantages_KT, returns_KT = compute_gae(rewards_KT, values_KT, mask_KT, gamma=self.gamma, lam=self.lam)
@@ -367,6 +459,23 @@ class Estimate:
             return tuple(make_trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
         advantages_KT = returns_to_go(rewards_KT, mask_KT, gamma=self.gamma)
         return tuple(make_trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
+
+    def _compare_parts(self, samples: Sequence[Scored]) -> Array:
+        names, weights = zip(*self.part_weights, strict=True)
+        require_one_seat(samples, "the estimator 'gdpo'")
+        for sample in samples:
+            if sample.turn_rewards:
+                raise ConfigError(
+                    f"sample {sample.sample_id} has rewards of turns, which are in no part of its reward, but "
+                    "estimator 'gdpo' compares parts; choose another estimator"
+                )
+            if lacking := [name for name in names if name not in sample.reward_parts]:
+                raise ConfigError(
+                    f"estimator 'gdpo' compares the part {lacking[0]!r} of rewards, and that of sample "
+                    f"{sample.sample_id} has {', '.join(sample.reward_parts) or 'no parts'}; name the parts that "
+                    "rewards have, or choose another estimator"
+                )
+        return normalise_parts([[sample.reward_parts[name] for name in names] for sample in samples], weights)
 
     def _estimate_by_seat(
         self, samples: Sequence[Scored], seats: Sequence[int], kl_coef: float | None, scale: Scale | None

@@ -67,6 +67,9 @@ LATER_RATIOS: dict[str, dict[str, Any]] = {
     "kl_cov": FROM_SAMPLER | {"kind": "kl_cov", "cov_share": 0.2, "ratio_penalty": 0.5},
 }
 """Met by every aggregation and both layouts, under one estimator."""
+LATER_ESTIMATORS = ("pass_at_k", "gdpo")
+PASSES: dict[str, Any] = {"pass_k": 2, "pass_at": 0.45}
+PART_WEIGHTS = (("first", 1.0), ("second", 0.5))
 KL_LOSSES: tuple[dict[str, Any], ...] = (
     {},
     {"kl_coef": 0.2, "kl_estimator": "k2"},
@@ -118,7 +121,7 @@ class OracleCase:
 
     @property
     def whiten(self) -> str:
-        if self.estimator not in ("gae", "reinforce", "reinforce_baseline"):
+        if self.estimator not in ("gae", "reinforce", "reinforce_baseline", "gdpo"):
             return "off"
         return "mean" if self.number % 6 == 1 else "full"
 
@@ -186,6 +189,9 @@ OTHER_CASES = tuple(case.in_other_layout for case in CASES)
 LATER_CASES = tuple(
     OracleCase(len(CASES) + number, "group_norm", *choice, layout="tree" if number % 2 else "rows")
     for number, choice in enumerate(product(LATER_RATIOS, AGGREGATIONS))
+) + tuple(
+    OracleCase(len(CASES) + number, *choice, layout="rows" if number % 2 else "tree")
+    for number, choice in enumerate(product(LATER_ESTIMATORS, ("ppo", "gmpo"), ("token",)))
 )
 PIECE_CASES = tuple(
     case

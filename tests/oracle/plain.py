@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Scored
-from tests.oracle.cases import BATCHES, FIRST, GROUPS, LAM, LATER_RATIOS, LR, TEMPERATURE, OracleCase
+from tests.oracle.cases import (
+    BATCHES,
+    FIRST,
+    GROUPS,
+    LAM,
+    LATER_RATIOS,
+    LR,
+    PART_WEIGHTS,
+    PASSES,
+    TEMPERATURE,
+    OracleCase,
+)
 from tests.oracle.rollouts import Recorded
 
 
@@ -45,7 +57,11 @@ def outcome_rewards(group: Sequence[Scored], estimator: str) -> list[float]:
     rewards = [s.reward for s in group]
     if estimator in ("reinforce", "gae"):
         return rewards
+    if estimator == "gdpo":
+        return normalised_parts(group)
     rewards = [s.reward + sum(r for _, r in s.turn_rewards) for s in group]
+    if estimator == "pass_at_k":
+        return of_best([r >= PASSES["pass_at"] for r in rewards], PASSES["pass_k"])
     n, mean = len(rewards), sum(rewards) / len(rewards)
     if max(rewards) - min(rewards) <= 1e-6 * max(1.0, *map(abs, rewards)):
         return [0.0] * n
@@ -55,6 +71,25 @@ def outcome_rewards(group: Sequence[Scored], estimator: str) -> list[float]:
         deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (n - 1))
         return [(r - mean) / (deviation + 1e-9) for r in rewards]
     return [r - mean for r in rewards]
+
+
+def of_best(passes: Sequence[bool], k: int) -> list[float]:
+    """Every choice of k members has the reward 1 if one passes; a member has the mean of the choices that have it."""
+    rewards = {one: float(any(passes[n] for n in one)) for one in combinations(range(len(passes)), k)}
+    mean = sum(rewards.values()) / len(rewards)
+    own = [[reward for one, reward in rewards.items() if n in one] for n in range(len(passes))]
+    return [(sum(mine) / len(mine) - mean) / (math.sqrt(mean * (1 - mean)) + 1e-6) for mine in own]
+
+
+def normalised_parts(group: Sequence[Scored]) -> list[float]:
+    found = [0.0] * len(group)
+    for name, weight in PART_WEIGHTS:
+        parts = [s.reward_parts[name] for s in group]
+        mean = sum(parts) / len(parts)
+        deviation = math.sqrt(sum((one - mean) ** 2 for one in parts) / (len(parts) - 1))
+        if max(parts) - min(parts) > 1e-6:
+            found = [x + weight * (one - mean) / (deviation + 1e-9) for x, one in zip(found, parts, strict=True)]
+    return found
 
 
 def token_advantages(sample: Scored, outcome: float, case: OracleCase) -> list[float]:

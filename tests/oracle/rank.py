@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from tests.oracle.cases import (
     LR,
     MAX_STALENESS,
     OTHER_CASES,
+    PART_WEIGHTS,
+    PASSES,
     PIECES,
     TEMPERATURE,
     OracleCase,
@@ -86,9 +89,13 @@ def batches_of(case: OracleCase, recorded: Recorded) -> list[Batch]:
         case.estimator,  # type: ignore[arg-type]
         gamma=case.gamma,
         lam=LAM if case.estimator == "gae" else 1.0,
+        **(PASSES if case.estimator == "pass_at_k" else {}),
+        part_weights=PART_WEIGHTS if case.estimator == "gdpo" else (),
         kl_coef=coefficient,
         kl_estimator=estimator,  # type: ignore[arg-type]
     )
+    if case.estimator == "gdpo":  # which refuses rewards that are in no part
+        recorded = [tuple(replace(sample, turn_rewards=()) for sample in group) for group in recorded]
     advantage = GroupAdvantage(estimate, size=GROUP_SIZE)
     groups = run_node(advantage, {"scored": [one for group in recorded for one in _members(group)]}).sent("groups")
     batcher = TokenBatch(

@@ -64,6 +64,7 @@ def _rollout(
     def at_policy(values: np.ndarray, elsewhere: float = 0.0) -> np.ndarray:
         return np.where(mask, values, elsewhere)
 
+    parts = np.random.default_rng((version, group, member)).normal(0, 1, 2)
     return Scored(
         sample_id=f"{version}-{group}-{member}",
         group_id=f"{version}-{group}",
@@ -81,6 +82,7 @@ def _rollout(
         truncated=False,
         generator="generator/0",
         turn_rewards=((int(places[1]), 0.25), (int(places[-1]), -0.5)) if member == 1 and len(places) > 3 else (),
+        reward_parts={"first": float(parts[0] > 0), "second": float(parts[1])},
         ref_logprobs=at_policy(own + draw.normal(0, 0.4, len(mask))).astype(np.float32),
         values=at_policy(draw.normal(0.3, 0.5, len(mask))).astype(np.float32),
         reward=0.1 if group == 3 else float(draw.choice([0.0, 0.5, 1.0]) + draw.normal(0, 0.1)),

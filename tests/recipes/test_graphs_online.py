@@ -15,6 +15,7 @@ from flowrl.graph.machine import GB, Cluster, Machine
 from flowrl.graph.node import Node
 from flowrl.graph.option_types import options_of
 from flowrl.nodes import Generator, GroupAdvantage, PairMaker, Reward, RewardModel, TokenBatch, Trainer
+from flowrl.training.loss.policy_kinds import KINDS
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 ONLINE = ("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo")
@@ -191,11 +192,48 @@ def test_grpo_whitens_where_the_estimator_wants_it() -> None:
     assert node(graph("grpo", "--advantage", "reinforce", "--whiten", "mean"), TokenBatch).whiten == "mean"
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "reinforce"])
+def test_gdpo_normalises_the_parts_of_a_sum() -> None:
+    made = graph("grpo", "--advantage", "gdpo", "--task.reward", "verifier + 0.5*flowrl.tasks:right_answer")
+    assert node(made, GroupAdvantage).estimate.part_weights == (("verifier", 1.0), ("right_answer", 0.5))
+    assert node(made, TokenBatch).whiten == "full"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--advantage gdpo", "this reward has no two; give it a sum, as with --task.reward"),
+        ("--advantage pass_at_k", "pass_k is None; estimator 'pass_at_k' needs it"),
+        ("--advantage pass_at_k --pass-k 9 --group-size 8", "pass_k is 9, but a group has 8 samples; lower it"),
+        ("--advantage max_rl --normalise-rewards", "estimator 'max_rl' reads more than their differences"),
+        ("--advantage max_rl --reward-kl-coef 0.1 --kl-before-baseline", "subtracted token by token"),
+    ],
+)
+def test_advantages_that_cannot_be_are_problems_of_the_check(options: str, says: str) -> None:
+    problems = check(graph("grpo", *options.split()), CLUSTER).problems
+    assert any(says in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["grpo", "agent_tools", "agent_game", "agent_openai", "self_play"])
+@pytest.mark.parametrize("advantage", ["max_rl", "pass_at_k"])
+def test_graphs_that_choose_their_advantage_take_those_of_the_scale(name: str, advantage: str) -> None:
+    more = ("--pass-k", "2") if advantage == "pass_at_k" else ()
+    made = graph(name, "--advantage", advantage, *more)
+    assert check(made, CLUSTER).ok
+    assert node(made, GroupAdvantage).estimate.estimator == advantage
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("correction", ["tis", "icepop", "sequence_mask", "decoupled", "None"])
 def test_grpo_takes_every_objective_with_every_correction(kind: str, correction: str) -> None:
-    clip = () if kind == "reinforce" else ("--objective.clip-high", "2.0")
-    assert check(graph("grpo", "--objective", kind, "--objective.correction", correction, *clip), CLUSTER).ok
+    clip = ("--objective.clip-high", "2.0") if kind == "cispo" else ()
+    options = ("--objective", kind, "--objective.correction", correction, *clip)
+    if KINDS[kind].against_sampler:
+        if correction != "None":
+            with pytest.raises(ConfigError, match="give old='behavior' and correction=None with it"):
+                graph("grpo", *options)
+            return
+        options = (*options, "--objective.old", "behavior")
+    assert check(graph("grpo", *options), CLUSTER).ok
 
 
 def test_the_batcher_makes_advantages_as_the_advantage_node_does() -> None:

@@ -44,6 +44,8 @@ class GroupAdvantage(FilteringNode):
             problems.append(
                 f"estimator {self.estimate.estimator!r} compares the members of a group, but the group size is 1"
             )
+        elif self.size < self.estimate.least_members:
+            problems.append(f"pass_k is {self.estimate.pass_k}, but a group has {self.size} samples; lower it")
         return problems + (self.dynamic.find_problems() if self.dynamic is not None else [])
 
     async def run(self) -> None:
@@ -53,7 +55,7 @@ class GroupAdvantage(FilteringNode):
     async def _send_or_filter(self, members: Members[Scored], taken: Sequence[Scored]) -> None:
         """Filter the group or send it; `taken` are the messages that delivered its samples."""
         await report_outcome(self.outcomes, members.items)
-        if len(members.items) < 2 and self.estimate.estimator in GROUP_ESTIMATORS:  # nothing to compare with
+        if len(members.items) < self.estimate.least_members:  # nothing to compare with
             for sample in taken:
                 self.scored.drop(sample, "group_too_small", state="filtered")
             return

@@ -32,7 +32,15 @@ from flowrl.messages.forest import num_shared
 from flowrl.nodes.groups.group_filter import judged_metrics, source_metrics
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks.rows import OF_TASK
-from flowrl.training.advantages import Estimate, Scale, all_equal, require_one_seat, whiten_advantages, whole_reward
+from flowrl.training.advantages import (
+    SCALED_ESTIMATORS,
+    Estimate,
+    Scale,
+    all_equal,
+    require_one_seat,
+    whiten_advantages,
+    whole_reward,
+)
 from flowrl.training.loss.objective import loss_masks, trained_mask
 from flowrl.training.settings import Layout
 from flowrl.wire.tickets import Window
@@ -138,6 +146,11 @@ class TokenBatch(Node):
             problems.append("normalise_rewards and adaptive_kl need estimate=, the same as in the advantage node")
         if self.normalise_rewards and self.estimate is not None and self.estimate.credit == "turn":
             problems.append("normalise_rewards is for whole rewards; with credit='turn' set it to False")
+        if self.normalise_rewards and self.estimate is not None and self.estimate.estimator in SCALED_ESTIMATORS:
+            problems.append(
+                f"normalise_rewards moves rewards, and estimator {self.estimate.estimator!r} reads more than their "
+                "differences; set it to False"
+            )
         if self.adaptive_kl is not None:
             problems += self.adaptive_kl.find_problems()
             if self.estimate is not None and not self.estimate.kl_coef:

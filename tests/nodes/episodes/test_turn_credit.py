@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.nodes.scoring.shaping import Shaping
 from flowrl.testing import scored
-from flowrl.training.advantages import GROUP_ESTIMATORS, Estimate, Estimator, turn_advantages
+from flowrl.training.advantages import BASELINE_ESTIMATORS, Estimate, Estimator, turn_advantages
 from tests.nodes.episodes.branching_episodes import episode
 from tests.nodes.groups import members
 
@@ -46,14 +46,14 @@ def plain(rewards: Sequence[Sequence[float]], estimator: str, gamma: float) -> l
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("estimator", BASELINE_ESTIMATORS)
 def test_advantages_of_turns_are_their_definition(estimator: Estimator, gamma: float) -> None:
     found = turn_advantages(UNEVEN, estimator, gamma=gamma)
     for ours, theirs in zip(found, plain(UNEVEN, estimator, gamma), strict=True):
         assert ours.tolist() == pytest.approx(theirs, rel=1e-9)
 
 
-@given(rewards_of_groups, st.sampled_from(GROUP_ESTIMATORS), st.sampled_from([1.0, 0.95, 0.5, 0.0]))
+@given(rewards_of_groups, st.sampled_from(BASELINE_ESTIMATORS), st.sampled_from([1.0, 0.95, 0.5, 0.0]))
 def test_any_group_has_the_advantages_of_the_definition(
     rewards: list[list[float]], estimator: Estimator, gamma: float
 ) -> None:
