@@ -19,12 +19,13 @@ from pathlib import Path
 from flowrl.commands.copy_graph import parse_new
 from flowrl.commands.origins import print_origins
 from flowrl.commands.prepare import prepare
-from flowrl.commands.run_graph import print_preflight, print_report, proposal, report_of, run_graph
+from flowrl.commands.run_graph import print_preflight, print_report, print_trial, proposal, report_of, run_graph
 from flowrl.commands.usage import HELP, OWN_HELP, USAGE, WITHOUT_OPTIONS
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.load import graph_summary, shipped_names
 from flowrl.graph.machine import Cluster
+from flowrl.graph.option_types import named
 from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.telemetry.standard_streams import (
     flush_stream,
@@ -50,6 +51,9 @@ class CheckOptions:
     or "2x cpus=32 gpus=8 memory=256" (GiB)."""
     preflight: bool = False
     """Also do the trials that a run does before it starts: models, task, reward, a trial episode, chat template."""
+    trial: bool = named("try", False)
+    """Also try the graph: two batches through all of its nodes in one process, with a resume and the audit. Models are
+    replaced by stand-ins; your nodes, rewards and losses are real."""
     config: Path | None = None
     """Read options from this run file (YAML). Options on the command line take precedence."""
 
@@ -167,6 +171,8 @@ def check(args: Sequence[str]) -> int:
     print_origins(prepared.origins)
     if options.preflight:
         print_preflight(prepared)
+    if options.trial:
+        print_trial(prepared)
     return 0
 
 

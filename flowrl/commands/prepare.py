@@ -188,7 +188,7 @@ def _split(args: Sequence[str], own_types: Sequence[type[Any]]) -> list[list[str
 
 
 def _refuse_shadowing(file: GraphFile, own_types: Sequence[type[Any]]) -> None:
-    own = {field.name for kind in own_types for field in dataclasses.fields(kind)}
+    own = {name for kind in own_types for name in options_of(kind)}
     for one in options_of(file.config_type).values():
         if one.name in own:
             raise ConfigError(

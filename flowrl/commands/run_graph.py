@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowrl.commands.origins import derived_text, print_origins
 from flowrl.commands.prepare import Prepared, prepare
-from flowrl.errors import GraphError
-from flowrl.graph.load import dump_options, user_code
+from flowrl.errors import ConfigError, GraphError
+from flowrl.graph.load import dump_options, is_shipped, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import run_file_text, write_run_file
 from flowrl.runtime.telemetry.standard_streams import print_line, print_text
+
+if TYPE_CHECKING:
+    from flowrl.testing.trial import RunningTrial
+
+
+WITHOUT_TRIAL = "--try-s 0 leaves the trial out"
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,9 @@ class RunFileOptions:
     """Read options from this run file (YAML). Options on the command line take precedence."""
     save_config: Path | None = None
     """Write all options to this run file before the run begins."""
+    try_s: float = 3.0
+    """Seconds to wait, when everything else is checked, for a trial of your own graph, as of flowrl check --try; 0: no
+    trial. A run that is resumed or joins a cluster has none."""
     dry_run: bool = False
     """Print all options, check the graph, models, data and reward, and start nothing."""
 
@@ -45,7 +56,14 @@ def run_graph(args: Sequence[str]) -> int:
     launch = Launch(file, prepared.graph, prepared.cfg, options, derived, started_s, _advice(prepared))
     if of_files.dry_run:
         return _dry_run(prepared, run_file_text(prepared.file.shown, dump_options(options), dump_options(prepared.cfg)))
-    result = launch.run()
+    trial = begin_trial(prepared, of_files.try_s) if not options.resume else None
+    try:
+        if trial is not None:
+            launch.trial = functools.partial(tell_trial, trial, of_files.try_s)
+        result = launch.run()
+    finally:
+        if trial is not None:
+            trial.end()
     if result.audit is None:
         print_figures(result.outcome.evaluations)
         return 0
@@ -74,6 +92,41 @@ def print_figures(evaluations: Mapping[str, Mapping[str, float]]) -> None:
     width = max(map(len, figures), default=0)
     for name, value in figures.items():
         print_text(f"{name:<{width}}  {value:.0f}" if float(value).is_integer() else f"{name:<{width}}  {value:.4g}")
+
+
+def begin_trial(prepared: Prepared, within_s: float) -> RunningTrial | None:
+    """The trial of a graph that is the user's, while the other checks go on; None if there is nothing to try here."""
+    if within_s <= 0 or is_shipped(prepared.file.path) or os.environ.get("RAY_ADDRESS"):
+        return None
+    from flowrl.testing.trial import start_trial, untried_nodes
+
+    return None if untried_nodes(prepared.graph) else start_trial(prepared.file, dump_options(prepared.cfg))
+
+
+def tell_trial(trial: RunningTrial, within_s: float) -> str:
+    """A line about the trial. Raises ConfigError for what it has found."""
+    result = trial.wait_for_result(within_s)
+    if result.problem:
+        raise ConfigError(f"a trial of the graph, before its run, has found a mistake: {result}\n{WITHOUT_TRIAL}")
+    return "\n".join((str(result), *result.warnings))
+
+
+def print_trial(prepared: Prepared) -> None:
+    """Try the graph, and print the result. Raises ConfigError for what the trial has found."""
+    from flowrl.testing.trial import start_trial, untried_nodes
+
+    sys.stdout.flush()
+    if untried := untried_nodes(prepared.graph):
+        raise ConfigError(
+            f"--try: {', '.join(untried)} needs a GPU and has no stand-in, so the graph cannot be tried; give the node "
+            "0 GPUs for the trial, or test it by itself (docs/testing.md)"
+        )
+    result = start_trial(prepared.file, dump_options(prepared.cfg)).wait_for_result()
+    if result.problem:
+        raise ConfigError(f"--try has found a mistake: {result}")
+    print_text(f"\ntry: {result}")
+    for text in result.warnings:
+        print_text(f"  warning: {text}")
 
 
 def _dry_run(prepared: Prepared, text: str) -> int:

@@ -15,9 +15,10 @@ usage: flowrl COMMAND
         list the graphs that come with flowrl, which run by name
   new   MY_GRAPH.py --from NAME
         copy one of them to a file, to be edited
-  check GRAPH [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--config FILE] [--preflight] [--field value ...]
+  check GRAPH [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--config FILE] [--preflight] [--try] [--field value ...]
         find every problem of a graph and print what follows from it; starts nothing.
-        --preflight: also load models, task, reward and environment, and try them out as a run does before it starts
+        --preflight: also load models, task, reward and environment, and try them out as a run does before it starts.
+        --try: also make two batches through the whole graph in one process, with stand-ins for models
   run   GRAPH [--steps N] [--run-dir DIR] [--resume] [--config FILE] [--field value ...]
         run a graph. After GRAPH, --help shows the twenty options that most runs set and the groups of the others;
         --help GROUP lists one group, --help OPTION explains an option, and --help-all lists everything.

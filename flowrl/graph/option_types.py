@@ -264,8 +264,11 @@ def _is_part(hint: Any) -> bool:
 
 
 def is_composed(kind: Any) -> bool:
-    """Whether a configuration has parts."""
-    return _is_block(kind) and any(map(_is_part, declared_types(kind).values()))
+    """Whether a configuration has parts, or an option whose name is not its field's."""
+    if not _is_block(kind):
+        return False
+    renamed = any("option" in field.metadata for field in dataclasses.fields(kind))
+    return renamed or any(map(_is_part, declared_types(kind).values()))
 
 
 def _takes_text(hint: Any) -> bool:

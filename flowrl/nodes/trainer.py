@@ -260,6 +260,24 @@ class Trainer(ResidentNode):
         self._learner = await self.blocking(self._load_learner)
 
     def _load_learner(self) -> Learner:
+        """The learner, and what publishes its weights; collective."""
+        engine = self._open_engine()
+        if self.weights.connected:
+            self._publisher = self._make_publisher(engine)
+        self.context.progress("ready")
+        from flowrl.training.learner import Learner
+
+        return Learner(
+            engine,
+            self.objective,
+            epochs=self.epochs,
+            temperature=self.temperature,
+            max_staleness=None if self.context.own_clock else self.context.max_staleness,
+            teacher=self._load_teacher(engine),
+            router_aux_loss_coef=self.router_aux_loss_coef,
+        )
+
+    def _open_engine(self) -> ZeroEngine:
         """Meet the other ranks and load the model; collective."""
         progress = self.context.progress
         resumed = self.context.resume_dir
@@ -273,7 +291,6 @@ class Trainer(ResidentNode):
         from flowrl.training.engine.gang import Gang
         from flowrl.training.engine.requirements import is_built
         from flowrl.training.engine.zero import ZeroEngine
-        from flowrl.training.learner import Learner
         from flowrl.training.model.scalar_head import has_scalar_head
 
         torch.set_num_threads(max(1, len(self.context.cores)))
@@ -291,18 +308,7 @@ class Trainer(ResidentNode):
         engine = ZeroEngine(source, self.zero, gang, head=self.objective.head, start=start, lora=self.lora, **kind)
         if resumed is not None:
             engine.load_state(self._state_dir(resumed))
-        if self.weights.connected:
-            self._publisher = self._make_publisher(engine)
-        progress("ready")
-        return Learner(
-            engine,
-            self.objective,
-            epochs=self.epochs,
-            temperature=self.temperature,
-            max_staleness=None if self.context.own_clock else self.context.max_staleness,
-            teacher=self._load_teacher(engine),
-            router_aux_loss_coef=self.router_aux_loss_coef,
-        )
+        return engine
 
     def _load_teacher(self, engine: ZeroEngine) -> OutputLayer | None:
         """The output layer of the model that the objective compares the policy with; None without one."""

@@ -2,6 +2,7 @@
 
 - `run_node` and `NodeRig` run one node in the real engine, its ports in the hands of the test
 - `run_graph` runs a whole graph in this process, with its driver, ledger and audit
+- `try_graph` tries a whole graph with stand-ins for models, as `flowrl check --try` does
 - `VirtualClock` lets code wait without taking time
 - `prompt`, `sample`, `scored` and `lost` make messages
 """
@@ -12,6 +13,7 @@ from flowrl.testing.node_rig import Fed, NodeRig, run_node
 from flowrl.testing.record import Lost, NodeRecord, Sent
 from flowrl.testing.rig_failures import Leaked, RigTimeout
 from flowrl.testing.rollouts import lost, prompt, sample, scored
+from flowrl.testing.trial import TrialResult, try_graph
 
 __all__ = [
     "EIGHT_CORES",
@@ -24,6 +26,7 @@ __all__ = [
     "RigTimeout",
     "Sent",
     "Stuck",
+    "TrialResult",
     "VirtualClock",
     "lost",
     "prompt",
@@ -31,4 +34,5 @@ __all__ = [
     "run_node",
     "sample",
     "scored",
+    "try_graph",
 ]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from flowrl.graph.analysis.check import check
-from flowrl.graph.analysis.plan import make_plan
+from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster, Machine
@@ -25,9 +25,11 @@ from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch, RunStart
+from flowrl.runtime.process.engine import ProcessEngine
 from flowrl.runtime.telemetry import metrics
 from flowrl.testing.clock import VirtualClock, run_on
 from flowrl.testing.local_hosts import KeptView, LocalCluster
+from flowrl.testing.stand_ins import stand_in
 from flowrl.wire.activity import HostLoop
 
 EIGHT_CORES = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
@@ -85,6 +87,7 @@ def run_graph(
     cluster: Cluster = EIGHT_CORES,
     preflight: bool = True,
     must_succeed: bool = True,
+    stand_ins: bool = False,
     **options: Any,
 ) -> GraphRun:
     """Check and run a graph, given by file or name, as `flowrl run` does, with records in `run_dir`:
@@ -96,6 +99,9 @@ def run_graph(
     seed, save_every, ...). `cluster` is the machine that the graph is checked and planned for. With a `clock` the run
     takes place in its time, and so does its timeout.
 
+    With `stand_ins`, what is heavy in flowrl's nodes is made up (`flowrl.testing.stand_ins`): vLLM, the model in
+    training, models that score. Rewards, losses and your own nodes are real.
+
     Raises GraphError where `flowrl check` finds problems, and what the run raises; without `must_succeed` the latter
     is the `error` of the GraphRun.
     """
@@ -103,39 +109,62 @@ def run_graph(
     cfg = loaded.config_type(**(config or {}))
     graph = loaded.build(cfg)
     check(graph, cluster).raise_for_problems()
+    engine: type[ProcessEngine] = ProcessEngine
+    if stand_ins:
+        graph, engine = stand_in(graph, run_dir), StandInProcess
     if preflight:
         for node in graph.nodes.values():
             node.preflight()
     launch = Launch(loaded.path, graph, cfg, RunOptions(steps=steps, run_dir=run_dir, resume=resume, **options))
-    directory = RunDir(run_dir)
-    directory.claim(resume=resume)
-    try:
-        ran = _driven(launch, _find_start(launch, directory, graph, cluster), timeout_s, clock)
-    finally:
-        directory.release()
+    ran = run_in_process(launch, cluster, LocalCluster(engine), timeout_s=timeout_s, clock=clock)
     return ran.raise_for_error() if must_succeed else ran
 
 
-def _find_start(launch: Launch, directory: RunDir, graph: Graph, cluster: Cluster) -> RunStart:
+class StandInProcess(ProcessEngine):
+    """The engine of a process whose nodes have stand-ins."""
+
+    def build_graph(self) -> Graph:
+        return stand_in(super().build_graph(), Path(self.spec.places[0].run_dir))
+
+
+def run_in_process(
+    launch: Launch,
+    cluster: Cluster,
+    hosts: LocalCluster,
+    *,
+    timeout_s: float,
+    clock: VirtualClock | None = None,
+    began: Callable[[Plan], None] = lambda plan: None,
+) -> GraphRun:
+    """Run what has been checked on `hosts`; the result has what the run raises. `began` is called on the loop."""
+    options = launch.options
+    assert options.run_dir is not None, "the caller names it"
+    directory = RunDir(options.run_dir)
+    directory.claim(resume=options.resume)
+    view = KeptView()
+    try:
+        start = _find_start(launch, directory, cluster)
+
+        async def drive() -> Outcome:
+            began(start.plan)
+            async with asyncio.timeout(timeout_s):
+                return await launch.drive_run(start, cast(Any, hosts), view)
+
+        try:
+            outcome = run_on(HostLoop, drive()) if clock is None else clock.run(drive())
+        except Exception as error:  # a test examines whatever the run raises
+            return GraphRun(directory.path, None, error, view)
+        return GraphRun(directory.path, outcome, None, view)
+    finally:
+        directory.release()
+
+
+def _find_start(launch: Launch, directory: RunDir, cluster: Cluster) -> RunStart:
     """The start of the launch after its checks, with the checkpoint that a resumed run continues from."""
     version, resume_from = directory.newest_checkpoint() if launch.options.resume else (0, None)
-    plan = make_plan(graph, cluster)
+    plan = make_plan(launch.graph, cluster)
     if resume_from is None:
         launch.write_description(directory, plan)
         return RunStart(directory, plan)
-    versions = resuming.require_resumable(resume_from, graph, plan, launch.options.seed)
+    versions = resuming.require_resumable(resume_from, launch.graph, plan, launch.options.seed)
     return RunStart(directory, plan, version, resume_from, versions)
-
-
-def _driven(launch: Launch, start: RunStart, timeout_s: float, clock: VirtualClock | None) -> GraphRun:
-    view = KeptView()
-
-    async def drive() -> Outcome:
-        async with asyncio.timeout(timeout_s):
-            return await launch.drive_run(start, cast(Any, LocalCluster()), view)
-
-    try:
-        outcome = run_on(HostLoop, drive()) if clock is None else clock.run(drive())
-    except Exception as error:  # a test examines whatever the run raises
-        return GraphRun(start.directory.path, None, error, view)
-    return GraphRun(start.directory.path, outcome, None, view)

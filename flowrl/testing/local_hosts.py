@@ -20,8 +20,9 @@ class LocalCluster:
     addresses: tuple[str, ...] = ()
     limit_s = 60.0
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Callable[[ProcessSpec], ProcessEngine] = ProcessEngine) -> None:
         self.actors: dict[str, LocalHost] = {}
+        self._engine = engine
 
     def place(self, slots: Any) -> None:
         """There are no devices to reserve."""
@@ -36,7 +37,7 @@ class LocalCluster:
         return None
 
     def spawn(self, actor_class: type, index: int, slot: Any, spec: ProcessSpec) -> LocalHost:
-        self.actors[slot.process] = LocalHost(spec, slot.gpus)
+        self.actors[slot.process] = LocalHost(self._engine(spec), slot.gpus)
         return self.actors[slot.process]
 
     def kill(self, host: str) -> None:
@@ -49,9 +50,9 @@ class LocalCluster:
 class LocalHost:
     """One host's engine with the methods of `ProcessActor`."""
 
-    def __init__(self, spec: ProcessSpec, num_gpus: int) -> None:
-        engine = self.engine = ProcessEngine(spec)
-        self._gpus = [f"{spec.process}/{index}" for index in range(num_gpus)]
+    def __init__(self, engine: ProcessEngine, num_gpus: int) -> None:
+        self.engine = engine
+        self._gpus = [f"{engine.spec.process}/{index}" for index in range(num_gpus)]
         """Names of the GPUs that Ray would reserve."""
         self.open = LocalMethod(self._opened)
         self.wire = LocalMethod(lambda addresses, gangs, devices: engine.guarded(engine.wire(addresses, gangs)))

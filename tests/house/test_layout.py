@@ -47,8 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nodes": ENGINE | LIBRARIES,
     "options": BASE | LIBRARIES | {"graph", "nodes"},
     "recipes": LIBRARIES | {"__init__", "graph", "nodes", "options"},
-    "testing": ENGINE,
-    "commands": ENGINE | LIBRARIES | {"nodes", "options"},
+    "testing": ENGINE | LIBRARIES | {"nodes"},
+    "commands": ENGINE | LIBRARIES | {"nodes", "options", "testing"},
     "cli": ENGINE | LIBRARIES | {"nodes", "commands"},
     "__init__": BASE | {"graph"},
     "__main__": {"cli"},
@@ -253,7 +253,8 @@ BROAD_EXCEPTS = {
     "training/loss/function_trial.py: try_function",
     "training/scoring_rank.py: serve_parent",
     "testing/clock.py: VirtualLoop.run_in_executor",
-    "testing/graph_run.py: _driven",
+    "testing/graph_run.py: run_in_process",
+    "testing/trial.py: run_trial",
     "testing/node_rig.py: NodeRig.__aenter__",
 }
 """Where any exception is caught: boundaries to foreign code, and places that undo something and raise again, or that

@@ -204,35 +204,7 @@ class Generator(Node):
         return f"{self.name}/{self.context.replica}"
 
     async def setup(self) -> None:
-        check_vllm_version()
-        if self.context.gpus:
-            check_python_headers("what Triton starts vLLM's kernels with")
-        if self.every > 1 and self.context.gpus:
-            raise ConfigError(
-                f"{self.name} takes every {self.every}th version, but on GPUs a generator takes part in every transfer "
-                "of weights; set every=1, or ignore its weights port to stay at version 0"
-            )
-        self.context.progress("finding the model")
-        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
-        self.context.progress("starting vLLM")
-        routes, slots = self.context.weight_routes, None
-        if self.adapter_rank:
-            routes, slots = through_hosts(routes), AdapterSlots.slots_for(self.adapter_rank, self.context.max_staleness)
-        self._receiver = make_receiver(routes, self.replica_name, self.context.run_id)
-        self._sampler = await self.blocking(
-            VllmSampler.start,
-            model_dir,
-            cores=self.context.cores,
-            num_gpus=len(self.context.gpus),
-            sleeps=self.context.time_shared,
-            longest_asked=self.context.longest_asked,
-            longest_response=self._longest_response,
-            seed=self.context.seed,
-            transfer=self._receiver.engine,
-            slots=slots,
-            engine=self.engine,
-            trust_remote_code=self.policy.trust_remote_code,
-        )
+        self._receiver, self._sampler = await self._open_engine()
         await self._sampler.listen()
         if self.turns.live is not None:
             self._parser = reply_parser(
@@ -253,6 +225,39 @@ class Generator(Node):
         self._responses = Responses(self._sampler, self._updates, self._gate, self.context)
         self._standby = Standby(self.context, self.replica_name)
         self.context.progress(f"vLLM is ready for sequences of up to {self._sampler.max_model_len} tokens")
+
+    async def _open_engine(self) -> tuple[Receiver, VllmSampler]:
+        """What brings new weights here, and vLLM with the model."""
+        check_vllm_version()
+        if self.context.gpus:
+            check_python_headers("what Triton starts vLLM's kernels with")
+        if self.every > 1 and self.context.gpus:
+            raise ConfigError(
+                f"{self.name} takes every {self.every}th version, but on GPUs a generator takes part in every transfer "
+                "of weights; set every=1, or ignore its weights port to stay at version 0"
+            )
+        self.context.progress("finding the model")
+        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
+        self.context.progress("starting vLLM")
+        routes, slots = self.context.weight_routes, None
+        if self.adapter_rank:
+            routes, slots = through_hosts(routes), AdapterSlots.slots_for(self.adapter_rank, self.context.max_staleness)
+        receiver = make_receiver(routes, self.replica_name, self.context.run_id)
+        sampler = await self.blocking(
+            VllmSampler.start,
+            model_dir,
+            cores=self.context.cores,
+            num_gpus=len(self.context.gpus),
+            sleeps=self.context.time_shared,
+            longest_asked=self.context.longest_asked,
+            longest_response=self._longest_response,
+            seed=self.context.seed,
+            transfer=receiver.engine,
+            slots=slots,
+            engine=self.engine,
+            trust_remote_code=self.policy.trust_remote_code,
+        )
+        return receiver, sampler
 
     async def run(self) -> None:
         required = self._sampler.required

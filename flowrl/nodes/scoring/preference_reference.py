@@ -7,7 +7,7 @@ the file can be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,9 +87,6 @@ class PreferenceReference(ScoringNode):
 
     def _fill_cache(self) -> ReferenceCache:
         progress = self.context.progress
-        model_dir = resolve(self.policy, progress=progress)
-        from flowrl.models.references import reference_cache
-
         chat, rows = open_chat(self.data.task, self.data.policy, progress), self.data.read_rows()
         judged = lowest_asked(rows.held_out, self.num_held_out)  # rows of one prompt are next to each other
         if self.data.kind == "labelled" and len({*asked_ids(judged)}) < 2:
@@ -104,9 +101,17 @@ class PreferenceReference(ScoringNode):
                 if sample.mismatched is not None:
                     yield sample.mismatched.token_ids, sample.mismatched.mask
 
+        return self._open_cache(scored_sequences())
+
+    def _open_cache(self, sequences: Iterable[tuple[Int32, Bool]]) -> ReferenceCache:
+        """The logprobs of `sequences`, computed first if they are not on the disk yet."""
+        progress = self.context.progress
+        model_dir = resolve(self.policy, progress=progress)
+        from flowrl.models.references import reference_cache
+
         return reference_cache(
             model_dir,
-            scored_sequences(),
+            sequences,
             dtype=self.dtype,
             open_model=lambda: self._open_reference(model_dir),
             token_budget=self.token_budget,

@@ -92,6 +92,9 @@ class Launch:
     """When the command was given; --max-hours counts from here."""
     advise: Callable[[Mapping[str, Any]], str] | None = None
     """As in `Job`."""
+    trial: Callable[[], str] | None = None
+    """Waits for a trial of the graph, and returns what the user should know of it; called when everything else is
+    checked. Raises ConfigError for a mistake."""
     called: str = ""
     """The beginning of the name of a directory that the user does not name; "": the graph's name."""
 
@@ -155,6 +158,8 @@ class Launch:
             take_commits(directory.hub_commits())
             read_best(directory.path, newest_step=version)  # a damaged one is refused before anything starts
         findings = preflight(self.graph, self.graph_file)
+        if self.trial is not None:
+            findings["trial"] = self.trial()
         if self._left_s <= 0:
             raise ConfigError(f"--max-hours {self.options.max_hours:g} were over before the set-up ended; give it more")
         require_logins(self.options.track)

@@ -166,7 +166,7 @@ class ProcessActor:
             if alive.wait(BLOCKED_S):
                 continue
             frame = sys._current_frames().get(self._thread.ident or 0)
-            culprit = _find_culprit(frame)
+            culprit = find_culprit(frame)
             self._still = (*culprit, start)
             alive.wait()
             self._still = None
@@ -175,7 +175,7 @@ class ProcessActor:
                 self._loop.call_soon_threadsafe(self._engine.warn_of_block, culprit, for_s)
 
 
-def _find_culprit(frame: FrameType | None) -> tuple[str, str]:
+def find_culprit(frame: FrameType | None) -> tuple[str, str]:
     """(node, "file:line in function") of the innermost frame that belongs to a node, "" if none does."""
     where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     while frame is not None:

@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         name="engine_cannot_sleep",
         fault="vLLM is started without its sleep mode in turns",
-        function="Generator.setup",
+        function="Generator._open_engine",
         before="sleeps=self.context.time_shared,",
         after="sleeps=False,",
         test="tests/nodes/generation/test_generator_devices.py::test_vllm_is_told_its_gpus_and_whether_it_has_to_sleep",
@@ -192,7 +192,7 @@ MUTANTS = (
     Mutant(
         name="headers_not_asked_for",
         fault="a generator on a GPU does not ask for the headers of Python",
-        function="Generator.setup",
+        function="Generator._open_engine",
         before="if self.context.gpus:",
         after="if False:",
         test="tests/nodes/generation/test_generator_devices.py::test_headers_are_asked_for_beside_a_gpu_alone",
@@ -224,7 +224,7 @@ MUTANTS = (
     Mutant(
         name="one_gpu_passed_on",
         fault="vLLM is told of one of a generator's GPUs",
-        function="Generator.setup",
+        function="Generator._open_engine",
         before="num_gpus=len(self.context.gpus),",
         after="num_gpus=min(1, len(self.context.gpus)),",
         test="tests/nodes/generation/test_generator_devices.py::test_vllm_is_told_its_gpus_and_whether_it_has_to_sleep",
