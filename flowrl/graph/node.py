@@ -44,7 +44,7 @@ from typing import (
 from flowrl.graph.annotations import declared_types
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.graph.routes import WeightTransport
-from flowrl.messages import Column
+from flowrl.messages import Column, Prompt, Sample
 
 if TYPE_CHECKING:
     from flowrl.graph.routes import WeightRoute
@@ -160,6 +160,9 @@ class Facts:
     has to declare this."""
     sharded: bool = False
     """Sources: each replica sends its own groups, so there may be several replicas."""
+    derives: Mapping[str, int] = field(default_factory=dict)
+    """Label -> the most samples that the node derives under it from one (`Context.derive`). Nodes downstream count
+    these places in every group, whether or not they are used."""
     joins: tuple[str, ...] = ()
     """In ports whose messages are matched by sample: they must come from one fan-out."""
     keeps_lineage: bool = True
@@ -273,6 +276,18 @@ class Context(Protocol):
     """Ledger events, see flowrl.runtime.ledger.ledger_client.LedgerClient."""
     samples: Any
     """Samples that the run keeps, see flowrl.runtime.samples.sample_notes.SampleNotes."""
+
+    async def derive(self, sample: Prompt | Sample, number: int, label: str = "") -> list[Prompt]:
+        """Make `number` further samples from one that this node works on, as prompts: members of its group, under its
+        ticket, with its prompt and columns, each with an id and a seed of its own.
+
+        The node sends something made from each of them, or drops it, as it does with the samples that it takes: a
+        prompt to a generator, or a rollout that it made of replies to its requests. `flowrl check` has to know the
+        label and the largest number (`Facts.derives`); with one label it may be left out. Call this before anything is
+        sent of `sample`. The prompts are in the ledger when this returns; a repeated call returns them again. Raises
+        FlowrlError where a sample could not be booked.
+        """
+        ...
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def metric(self, name: str, value: float) -> None: ...

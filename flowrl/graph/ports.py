@@ -72,7 +72,7 @@ class LiveOut(Protocol):
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None: ...
     async def admit(self, items: Sequence[Message]) -> bool: ...
-    def was_sent(self) -> bool: ...
+    def was_sent(self, made_from: Sequence[Message] | None) -> bool: ...
     @property
     def num_untaken(self) -> int: ...
     @property
@@ -230,14 +230,16 @@ class Out(Port, Generic[T_co]):
             )
         return await self.live.admit(items)
 
-    def was_sent(self) -> bool:
+    def was_sent(self, *, made_from: Sequence[Message] | None = None) -> bool:
         """Whether the next message of this invocation is already among the messages that a resumed run started with.
+
+        `made_from`: as in `send`, which a node that sends several samples in one invocation has to name.
 
         A checkpoint may be taken while an invocation waits for credit in a send. The checkpoint keeps the message;
         the resumed run restarts the invocation, and its `send` skips the message. An invocation that produces nothing
         else calls this first and returns if it is True, which saves the work.
         """
-        return self.live.was_sent()
+        return self.live.was_sent(made_from)
 
     @property
     def num_untaken(self) -> int:

@@ -89,9 +89,29 @@ class Prompt(Message):
     """Like `top_k` and `temperature`, only for held-out prompts: used in place of the generator's value."""
     temperature: float | None = None
     """Only for held-out prompts: used in place of the generator's temperature."""
+    parent_id: str = ""
+    """The sample that a node derived this one from; "" for a sample of a source."""
+
+    @property
+    def derived_under(self) -> str:
+        """The label under which a node derived this sample; "" for a sample of a source."""
+        return _label_of(self)
+
+    @classmethod
+    def derived_from(cls, parent: Prompt | Sample, sample_id: str, member: int, seed: int) -> Self:
+        """The prompt of a sample derived from another: as that one's prompt, with an identity of its own."""
+        own: dict[str, Any] = {name: getattr(parent, name) for name in OF_PROMPT}
+        own |= {"sample_id": sample_id, "member": member, "parent_id": parent.sample_id}
+        if isinstance(parent, Prompt):
+            return cls(**own, seed=seed, text=parent.text, token_ids=parent.token_ids)
+        return cls(**own, seed=seed, text=parent.prompt_text, token_ids=parent.token_ids[: parent.prompt_tokens])
 
 
-OF_PROMPT = ("sample_id", "group_id", "prompt_id", "epoch", "member", "group_size", "columns")
+def _label_of(sample: Prompt | Sample) -> str:
+    return sample.sample_id.removeprefix(f"{sample.parent_id}/").rpartition(".")[0] if sample.parent_id else ""
+
+
+OF_PROMPT = ("sample_id", "group_id", "prompt_id", "epoch", "member", "group_size", "columns", "parent_id")
 """The fields that a sample takes from its prompt."""
 
 
@@ -183,6 +203,13 @@ class Sample(Message):
     """The sequences after the first, in the order of their beginnings."""
     added_columns: Mapping[str, ColumnValues] | None = None
     """By name, the columns that nodes have declared (`Facts.columns`) and added. Read them by `column`."""
+    parent_id: str = ""
+    """The sample that a node derived this one from; "" for a sample of a source."""
+
+    @property
+    def derived_under(self) -> str:
+        """The label under which a node derived this sample; "" for a sample of a source."""
+        return _label_of(self)
 
     @classmethod
     def of(cls, prompt: Prompt, **content: Any) -> Self:

@@ -5,11 +5,14 @@ Array axes: T tokens of an episode, N sampled tokens of a reply.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.messages import Float32, Int32, Message, Record, Scored, no_ids, no_logprobs
+import numpy as np
+
+from flowrl.messages import Float32, Int32, Message, Prompt, Record, Sample, Scored, no_ids, no_logprobs
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,25 @@ class Reply(Message):
     """Seconds from its start in vLLM to its end."""
     generator: str
     """Node replica that answered, as "generator/0"."""
+
+    def as_sample(self, prompt: Prompt, text: str) -> Sample:
+        """The rollout of `prompt`, whose `token_ids` were the turn's, with this reply as its response `text`.
+
+        Only the reply is the policy's: a prompt that begins with a part of another rollout has that part as context.
+        """
+        before, tokens = len(prompt.token_ids), len(self.token_ids)
+        return Sample.of(
+            prompt,
+            response_text=text,
+            token_ids=np.concatenate([prompt.token_ids, self.token_ids]).astype(np.int32),
+            policy_mask=np.arange(before + tokens) >= before,
+            behavior_logprobs=np.concatenate([np.zeros(before, np.float32), self.behavior_logprobs]),
+            versions=np.concatenate([np.full(before, -1, np.int32), self.versions]),
+            prompt_tokens=before,
+            truncated=self.finish_reason != "stop",
+            generator=self.generator,
+            generated_s=time.time(),
+        )
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class NodeRecord:
     lost: list[Lost] = field(default_factory=list)
     ledger: list[tuple[Any, ...]] = field(default_factory=list)
     """Events for the ledger, such as ("scored", "g:0", 1.0, 1700000000.0); see flowrl.runtime.ledger.ledger_client."""
+    derived: list[tuple[str, str, list[str]]] = field(default_factory=list)
+    """What `context.derive` was asked for: (parent, label, ids of the derived samples)."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Counter (`context.metric`) -> its sum."""
     gauges: dict[str, list[float]] = field(default_factory=dict)

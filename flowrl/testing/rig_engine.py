@@ -53,6 +53,7 @@ class RigEngine(ProcessEngine):
         locks, tables = Locks(), LongTables()
         for kind, handler in (
             ("admit", self._admit),
+            ("derive", self._derive),
             ("ledger", lambda host, body: self._noted(self._record.ledger.extend, tables.join_tables(body["events"]))),
             ("progress", lambda host, body: self._noted(self._record.progress.append, body["text"])),
             ("warning", lambda host, body: self._noted(self._record.warnings.append, body["text"])),
@@ -75,6 +76,10 @@ class RigEngine(ProcessEngine):
             self._groups_left -= 1
         self._next_ticket += 1
         return self._next_ticket - 1
+
+    async def _derive(self, host: str, body: dict[str, Any]) -> None:
+        ids = [row[0] for row in body["rows"]]
+        self._noted(self._record.derived.append, (body["parent_id"], body["label"], ids))
 
     def _noted(self, note: Callable[[Any], None], what: Any) -> None:
         note(what)

@@ -18,7 +18,17 @@ from flowrl.graph.ports import Members
 from flowrl.messages import Message, Record, Tombstone
 from flowrl.wire.activity import ActiveInvocation, Activity, Lease, as_failure, in_invocation
 from flowrl.wire.edges import Delivery, EndOfStream, Inbox
-from flowrl.wire.items import NOT_ROUTED, Item, OpenGroup, OpenItems, PortOwner, at_hand, current, make_tombstone
+from flowrl.wire.items import (
+    NOT_DERIVED,
+    NOT_ROUTED,
+    Item,
+    OpenGroup,
+    OpenItems,
+    PortOwner,
+    at_hand,
+    current,
+    make_tombstone,
+)
 
 
 class Merge:
@@ -58,17 +68,21 @@ class Merge:
             return message, ()
         del self._came[key]
         tombstones = [one for one in came if one is not None]
+        for one in tombstones:
+            one.is_ending = True  # what may be derived from the sample has its place with the one that passes
         if None in came:
             return message, tombstones
         # One for a real loss represents all, if there is any, rather than one for a branch not taken.
         reasons = [getattr(one.body, "reason", "") for one in tombstones]
         first = next((one for one, why in zip(tombstones, reasons, strict=True) if why != NOT_ROUTED), tombstones[0])
-        first.others = tuple(one for one in tombstones if one is not first)
+        first.others, first.is_ending = tuple(one for one in tombstones if one is not first), False
         return first, ()
 
     def take_rest(self) -> list[Item]:
         """The tombstones that still wait at the end of the stream; the caller ends them."""
         waiting = [one for came in self._came.values() for one in came if one is not None]
+        for one in waiting:
+            one.is_ending = True
         self._came.clear()
         return waiting
 
@@ -208,7 +222,8 @@ class Inbound:
     """LiveIn of one In port of one node replica.
 
     `arrivals` is the number of messages and tombstones that arrive for each sample at a node that counts them. A node
-    that does not count them (`counts`) forwards each one separately.
+    that does not count them (`counts`) forwards each one separately. `members` is the number of members that a group
+    has here for each one that was admitted.
     """
 
     def __init__(
@@ -222,6 +237,7 @@ class Inbound:
         *,
         sink: bool,
         arrivals: int = 1,
+        members: int = 1,
     ) -> None:
         self.port = port
         self._inbox = inbox
@@ -231,6 +247,7 @@ class Inbound:
         self._lease = lease
         self._sink = sink
         self._merge = Merge(port, arrivals) if arrivals > 1 else None
+        self._members = members
         self._gate = asyncio.Event()
         self._gate.set()
         self._closed_by: set[str] = set()
@@ -393,14 +410,18 @@ class Inbound:
 
         async def pull() -> Invocation | None:
             while (item := await take()) is not None:
-                group = self._add_member(item, size)
+                group = self._add_member(item, size * self._members)
                 if not group.complete:
                     continue
                 why = self._open_items.given_up.reason_of(group.group_id)
                 if group.items and why is None:
                     given = tuple(group.items[member].given for member in sorted(group.items))
                     lost: Any = tuple(group.lost[member].body for member in sorted(group.lost))
-                    members = Members(group.group_id, group.ticket, group.size, given, lost)
+                    number = group.size
+                    if self._members > 1:  # a place for each that could have come, and only some go this way
+                        lost = tuple(one for one in lost if one.reason not in (NOT_ROUTED, NOT_DERIVED))
+                        number = len(given) + len(lost)
+                    members = Members(group.group_id, group.ticket, number, given, lost)
                     return self._make_invocation(members, list(group.items.values()))
                 last: Any = next(iter(group.lost.values())).body if group.lost else None
                 state, reason = why or (last.state, last.reason)
@@ -460,6 +481,11 @@ class Inbound:
 
     def drop(self, item: Message, reason: str, state: str, *, group: bool = False) -> None:
         dropped = self._open_items.item_of(item)
+        if not group and any(self._open_items.is_open(one) and not one.accounted for one in dropped.derived):
+            raise FlowrlError(
+                f"node {self._open_items.node!r} dropped a {type(item).__name__} before the samples that it "
+                "derived from it; send or drop these first"
+            )
         if group:
             self.owner.give_up(dropped, state, reason)
         self._drop_item(dropped, state, reason, whole_group=group)
@@ -500,7 +526,10 @@ class Inbound:
                 f"{self.port}: a {type(item).__name__} cannot be kept with a record; give the class a field "
                 "`record: Record | None = None`"
             )
-        self._open_items.item_of(item).record = record
+        kept = self._open_items.item_of(item)
+        if kept.derived_from is not None:
+            raise ValueError(f"{self.port}: a derived sample cannot be kept; keep the record with its parent")
+        kept.record = record
 
     def newest(self) -> Any:
         return self._inbox.newest()

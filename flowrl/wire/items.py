@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Tombstone
@@ -151,6 +151,19 @@ class Custody(Generic[K]):
 
 NOT_ROUTED = "not_routed"
 """Reason of a tombstone for a sample that its node sent on other ports only."""
+NOT_DERIVED = "not_derived"
+"""Reason of a tombstone for a sample that a node may derive, and did not: the ledger has no such sample."""
+
+
+class DerivedAs(NamedTuple):
+    """How a sample was derived."""
+
+    sample_id: str
+    label: str
+    where: str
+    """The line that derived it."""
+
+
 ItemKey = tuple[str, bytes]
 """(in port as "node.port", message id)"""
 
@@ -182,6 +195,13 @@ class Item:
     """For a joined sample: the item from each port, this one included."""
     others: tuple[Item, ...] = ()
     """For a tombstone that represents several tombstones: the other ones."""
+    derived_from: Item | None = None
+    """For a derived sample: the item that it was made from."""
+    derived_as: DerivedAs | None = None
+    derived: tuple[Item, ...] = ()
+    """What was derived from it."""
+    is_ending: bool = False
+    """Whether the work on it is over, and only derived samples are still open."""
 
     @property
     def whole(self) -> tuple[Item, ...]:
@@ -254,6 +274,10 @@ class OpenItems:
         self._open: dict[int, Item] = {}
         self._by_place: dict[Hashable, Item] = {}
         self.given_up = GivenUp()
+        self.derived: dict[str, Item] = {}
+        """Id of a derived sample -> its item, until the item that it was derived from has ended."""
+        self.finish_derived: Callable[[Item], bool] | None = None
+        """In a node that derives samples: lets those end that were derived from an item; see `DerivedSamples`."""
         self.failed_ticket: int | None = None
         """The ticket that the node worked on when it raised its first exception; None if it raised none."""
 
@@ -289,6 +313,8 @@ class OpenItems:
         for item in parents:
             item.accounted = True
             item.children.append(child_id)
+            if item.derived_from is not None:  # which a resumed run begins again
+                item.derived_from.children.append(child_id)
 
     def expect_taker(self, parents: Iterable[Item], child_id: bytes) -> None:
         """`child_id`, made from `parents`, is being sent on one lane more: a consumer has to take it."""
@@ -300,10 +326,27 @@ class OpenItems:
             self._ack_items(self._custody.arrived(child_id))
 
     def end_item(self, item: Item) -> None:
-        """End the item's invocation. Does nothing if it has ended already."""
-        if self._open.pop(id(item.body), None) is not None:
-            self.ended(item)
-            self._ack_items(self._custody.end(item.place))
+        """End the item's invocation. Does nothing if it has ended already.
+
+        An item from which samples were derived ends after them.
+        """
+        if self.finish_derived is not None and self.is_open(item) and not self.finish_derived(item):
+            return
+        if self._open.pop(id(item.body), None) is None:
+            return
+        self.ended(item)
+        self._ack_items(self._custody.end(item.place))
+        for child in item.derived:
+            if child.derived_as is not None:
+                del self.derived[child.derived_as.sample_id]
+        if (parent := item.derived_from) is not None and parent.is_ending:
+            self.end_item(parent)
+
+    def find_derived(self, body: Message) -> Item | None:
+        """The item of the derived sample that `body` is a message of; None if it is of another sample."""
+        if not self.derived or not isinstance(body, Prompt | Sample):
+            return None
+        return self.derived.get(body.sample_id)
 
     def waiting_for_children(self) -> list[ItemKey]:
         """Items whose invocation has ended, but that are not acked yet: a checkpoint stores their children instead."""
@@ -363,6 +406,9 @@ class PortOwner(Protocol):
 
     def book(self, items: Sequence[Item], marker: Tombstone, *, behind: Collection[str] | None = None) -> None:
         """Book `marker` for the trainers (of `behind`, if given) that get nothing made from `items`."""
+
+    def book_replies(self, item: Item, body: Message) -> None:
+        """If `body` is the rollout of a derived sample from replies that this node asked for, report it, once."""
 
     def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
         """Send `marker` on every out port that sent nothing made from `items`, and end the items after that."""

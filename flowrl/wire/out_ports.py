@@ -84,6 +84,9 @@ class Outbound:
         if self._ending:
             raise FlowrlError(f"a {type(item).__name__} was sent on {self.port} after {self.port} was closed")
         parents = self._parents_of(made_from)
+        if (child := self._open_items.find_derived(item)) is not None:
+            parents = self._parents_of([child.body]) if made_from is None else parents
+            self._owner.book_replies(child, item)
         envelope = self._make_envelope(item, parents)
         if parents:
             self._book_left_out(item, parents)
@@ -111,9 +114,9 @@ class Outbound:
         self._admitted.pop(ticket, None)
         return True
 
-    def was_sent(self) -> bool:
-        """Whether the invocation's next message was sent before the checkpoint; if so, count it as sent now."""
-        parents = self._parents_of(None)
+    def was_sent(self, made_from: Sequence[Message] | None) -> bool:
+        """Whether the next message made from these was sent before the checkpoint; if so, count it as sent now."""
+        parents = self._parents_of(made_from)
         if not parents or not self._left_out(self._next_id(parents), parents):
             return False
         self._advance_ordinal(parents)

@@ -57,6 +57,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "items": {"activity", "encoding", "edges"},
         "out_ports": {"encoding", "activity", "edges", "items"},
         "in_ports": {"activity", "edges", "items"},
+        "derived_samples": {"encoding", "edges", "items"},
         "requests": {"activity", "control", "endpoint"},
     },
     "environments": {

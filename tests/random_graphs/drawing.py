@@ -93,7 +93,8 @@ class Drawing:
         self.part("prompts", "source", most=1)
         self.part("generator", "generator", losses=0.3)
         self.link("prompts.prompts", "generator.prompts")
-        out = self.chain("generator.samples", "head", "sample")
+        out = self.derived("generator.samples", "derive", 0.3)
+        out = self.derived(self.chain(out, "head", "sample"), "again", 0.1)
         if self.split in ("samples", "parted"):
             left, right = self.route(out, "parting", "sample") if self.split == "parted" else (out, out)
             ways = {"actor": self.grouped(left, "actor"), "critic": self.grouped(right, "critic")}
@@ -134,7 +135,7 @@ class Drawing:
 
     def grouped(self, out: str, where: str) -> str:
         """From samples to groups, through whatever is on the way."""
-        out = self.chain(out, f"{where}_samples", "sample")
+        out = self.derived(self.chain(out, f"{where}_samples", "sample"), f"{where}_derive", 0.1)
         out = self.group(out, where)
         return self.chain(out, f"{where}_groups", "group")
 
@@ -174,6 +175,14 @@ class Drawing:
     def work(self, out: str, name: str, kind: str, losses: float = 0.5) -> str:
         self.part(name, kind, losses=losses)
         self.link(out, f"{name}.items")
+        return f"{name}.done"
+
+    def derived(self, out: str, name: str, probability: float) -> str:
+        """A node that derives samples is passed by all samples that come together again after it."""
+        if not self.has("derives", probability, name):
+            return out
+        self.part(name, "derive", losses=0.5)
+        self.keyed(out, f"{name}.items")  # ways may meet there
         return f"{name}.done"
 
     def wrapped(self, out: str, name: str) -> str:

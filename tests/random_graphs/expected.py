@@ -7,6 +7,7 @@ and then failed has two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.random_graphs.kinds import KINDS
@@ -24,6 +25,8 @@ class Expected:
     """The ways of the samples of one shape; everything is worked out when it is asked for."""
 
     shape: Shape
+    derived: Mapping[str, str]
+    """Derived sample -> what it was derived from."""
     _known: dict[tuple[str, str], Ways] = field(default_factory=dict)
 
     def trained(self, trainer: str, sample_id: str) -> Ways:
@@ -57,11 +60,22 @@ class Expected:
 
     def tokens(self, sample_id: str) -> int:
         """What the generator makes of it."""
-        lost = fate(self.shape.seed, self.shape.parts["generator"], sample_id) in ("drop", "filter", "fail")
+        lost = fate(self.shape.seed, self.shape.parts[self._maker(sample_id)], sample_id) in ("drop", "filter", "fail")
+        if (parent := self.derived.get(sample_id)) is not None:
+            lost = lost or self._failed_parent(self.shape.parts[self._maker(sample_id)], parent)
         return 0 if lost else response_length(self.shape.seed, sample_id)
 
     def members(self, group_id: str) -> list[str]:
-        return [f"{group_id}:{member}" for member in range(self.shape.group_size)]
+        admitted = [f"{group_id}:{member}" for member in range(self.shape.group_size)]
+        return admitted + [sample_id for sample_id in self.derived if sample_id.split(":")[0] == group_id]
+
+    def _maker(self, sample_id: str) -> str:
+        """The node that makes the sample's tokens."""
+        return sample_id.rpartition("/")[2].partition(".")[0] if sample_id in self.derived else "generator"
+
+    def _failed_parent(self, part: Part, parent: str) -> bool:
+        """Whether the node fails with what it has derived samples from, before it sends these."""
+        return part.style == "each" and fate(self.shape.seed, part, f"{parent}/") == "fail"
 
     def _into(self, node: str, sample_id: str) -> Ways:
         """What can come to a node, over all its In ports."""
@@ -74,12 +88,21 @@ class Expected:
         """What can leave a node by an Out port."""
         part = self.shape.parts[node]
         if part.kind == "source":
-            return frozenset({ITEM})
+            return frozenset({AWAY if sample_id in self.derived else ITEM})
+        if self._maker(sample_id) == node != "generator":
+            return self._made_derived(part, sample_id)
         incoming = self._into(node, sample_id)
         if ITEM not in incoming:
             return incoming
         made = self._made(part, port, sample_id)
         return made | (incoming - {ITEM})
+
+    def _made_derived(self, part: Part, sample_id: str) -> Ways:
+        if self._failed_parent(part, self.derived[sample_id]):
+            return frozenset({f"failed: {part.name}_fail"})
+        how = fate(self.shape.seed, part, sample_id)
+        lost = how in ("drop", "filter", "fail")
+        return frozenset({f"{STATES[how]}: {part.name}_{how}" if lost else ITEM})
 
     def _made(self, part: Part, port: str, sample_id: str) -> Ways:
         """What a node makes of a sample that has come to it."""
@@ -87,6 +110,8 @@ class Expected:
         if part.kind == "ask" and self._refused(part, sample_id):
             return frozenset({f"failed: {part.name}{SERVED}_fail"})
         how = fate(self.shape.seed, part, key)
+        if part.kind == "derive" and how in ("pass", "late") and self._failed_parent(part, key):
+            how = "fail"
         lost = f"{STATES.get(how, '')}: {part.name}_{how}"
         if how in ("drop", "filter", "fail"):
             return frozenset({lost})

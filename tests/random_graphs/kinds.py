@@ -6,6 +6,7 @@ from flowrl import Node
 from tests.random_graphs.groups import Grouping, GroupSink, JoinedGrouping, Joining, Joining3, SampleSink
 from tests.random_graphs.nodes import (
     Asking,
+    Deriving,
     Generator,
     GroupRouter,
     GroupWork,
@@ -24,6 +25,7 @@ KINDS: dict[str, type[Node]] = {
     "generator": Generator,
     "work": Work,
     "group_work": GroupWork,
+    "derive": Deriving,
     "wrap": Wrap,
     "wrapped_work": WrappedWork,
     "unwrap": Unwrap,

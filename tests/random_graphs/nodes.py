@@ -6,7 +6,7 @@ What a node does with an item follows from seed, node and item alone, so it does
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from tests.rigs.ticks import ticks
 PROMPT_TOKENS, LONGEST_RESPONSE = 2, 6
 STRAGGLERS = 0.05
 SLOWER = 20
+MOST_DERIVED = 3
 PATIENCE_S = 0.1
 
 
@@ -57,6 +58,10 @@ def fate(seed: int, part: Part, key: str) -> str:
             return how
         drawn -= share
     return "pass"
+
+
+def num_derived(seed: int, part: Part, key: str) -> int:
+    return int(lot(seed, part.name, key, "derived") * (MOST_DERIVED + 1))
 
 
 def goes_left(seed: int, part: Part, key: str) -> bool:
@@ -197,23 +202,29 @@ class Generator(Played):
 
     async def sampled(self, prompt: Prompt) -> Sample:
         length = response_length(self.shape.seed, prompt.sample_id)
-        versions = [-1] * PROMPT_TOKENS
+        versions = []
         for position in range(length):
             if position in (0, length // 2):
                 await self.take_time(f"{prompt.sample_id}:{position}")
             versions.append(self.versions[self.shape.trainers[0]])
-        return Sample.of(
-            prompt,
-            prompt_text="",
-            response_text="",
-            token_ids=np.zeros(len(versions), np.int32),
-            policy_mask=np.arange(len(versions)) >= PROMPT_TOKENS,
-            behavior_logprobs=np.zeros(len(versions), np.float32),
-            versions=np.array(versions, np.int32),
-            prompt_tokens=PROMPT_TOKENS,
-            truncated=False,
-            generator=f"{self.name}/{self.context.replica}",
-        )
+        return rollout(prompt, versions, f"{self.name}/{self.context.replica}")
+
+
+def rollout(prompt: Prompt, versions: Sequence[int], generator: str) -> Sample:
+    """A sample with a policy token for each of `versions`."""
+    number = PROMPT_TOKENS + len(versions)
+    return Sample.of(
+        prompt,
+        prompt_text="",
+        response_text="",
+        token_ids=np.zeros(number, np.int32),
+        policy_mask=np.arange(number) >= PROMPT_TOKENS,
+        behavior_logprobs=np.zeros(number, np.float32),
+        versions=np.array([-1] * PROMPT_TOKENS + [*versions], np.int32),
+        prompt_tokens=PROMPT_TOKENS,
+        truncated=False,
+        generator=generator,
+    )
 
 
 STATES = {"drop": "dropped", "filter": "filtered", "fail": "failed", "late": "failed"}
@@ -285,6 +296,39 @@ class Work(Passing):
     def made(self, item: Sample) -> Sample:
         """A new message from one half of them, the same from the other."""
         return replace(item, metrics={"worked": 1.0}) if lot(self.part.name, item.sample_id, "new") < 0.5 else item
+
+
+class Deriving(Passing):
+    """Derives some samples from each, and samples them itself, with the newest version of their parent."""
+
+    items: In[Sample]
+    done: Out[Sample]
+
+    def facts(self) -> Facts:
+        return Facts(drops=bool(self.part.losses), derives={self.part.name: MOST_DERIVED})
+
+    async def forward(self, item: Any) -> None:
+        number = num_derived(self.shape.seed, self.part, item.sample_id)
+        children = await self.context.derive(item, number) if number else []
+        self.record.derived |= {child.sample_id: item.sample_id for child in children}
+        if self.fate(f"{item.sample_id}/") == "fail" and self.part.style == "each":
+            raise SampleFailed(f"{self.name}_fail")
+        for child in children:
+            await self.forward_derived(child, int(item.versions.max()))
+        await super().forward(item)
+
+    async def forward_derived(self, child: Prompt, version: int) -> None:
+        if self.done.was_sent(made_from=[child]):
+            return
+        await self.take_time(child.sample_id)
+        how = self.fate(child.sample_id)
+        if how in ("drop", "filter", "fail"):
+            self.items.drop(cast(Any, child), f"{self.name}_{how}", state=STATES[how])
+            return
+        length = response_length(self.shape.seed, child.sample_id)
+        sample = rollout(child, [version] * length, f"generator/{self.context.replica}")
+        self.context.ledger.generated(sample)
+        await self.done.send(sample)
 
 
 class GroupWork(Passing):

@@ -70,10 +70,10 @@ class _Judge:
 
     def __init__(self, shape: Shape, endings: Sequence[Ending]) -> None:
         self.shape = shape
-        self.expected = Expected(shape)
         self.endings = endings
         self.last = endings[-1]
         self.record = self.last.record
+        self.expected = Expected(shape, self.record.derived)
         self.main = shape.trainers[0]
         self.own_clock = [] if shape.shares_batches else shape.trainers[1:]
         self.used = {trainer: _uses(self.record.trained[trainer]) for trainer in shape.trainers}

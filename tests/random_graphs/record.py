@@ -36,6 +36,8 @@ class Record:
     held: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
     """Group -> trainer -> the version of it that every reader held, before and after the wait for its ticket. Without
     the group that a life begins with: it may have had its ticket in the life before."""
+    derived: dict[str, str] = field(default_factory=dict)
+    """Derived sample -> what it was derived from."""
     holders: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     """Trainer -> reader -> version. Not in a checkpoint: readers load anew."""
     began_with: dict[str, int] = field(default_factory=dict)
@@ -50,12 +52,12 @@ class Record:
     on_version: Callable[[str, int], None] = lambda trainer, version: None
 
     def save(self, directory: Path) -> None:
-        content = {name: getattr(self, name) for name in ("admitted", "held", "trained", "seen")}
+        content = {name: getattr(self, name) for name in ("admitted", "derived", "held", "trained", "seen")}
         (directory / FILE).write_text(json.dumps(content))
 
     def load(self, directory: Path) -> None:
         content = json.loads((directory / FILE).read_text())
-        self.admitted, self.held = content["admitted"], content["held"]
+        self.admitted, self.derived, self.held = content["admitted"], content["derived"], content["held"]
         self.trained.update(content["trained"])
         self.began_with = {trainer: len(batches) for trainer, batches in self.trained.items()}
         self.seen.update({name: Counter(counts) for name, counts in content["seen"].items()})

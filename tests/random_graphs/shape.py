@@ -15,6 +15,7 @@ FEATURES = {
     "late": "failures of what has been sent",
     "loss_masks": "tokens that a node keeps out of the loss",
     "later": "items on hold that a task of the node sends",
+    "derives": "nodes that derive further samples",
     "second": "a second trainer",
     "until": "a second trainer whose weights end tickets",
     "replicas": "several replicas and ranks",

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,9 @@ from flowrl.wire.tickets import Tickets
 from tests.random_graphs.drawing import draw
 from tests.random_graphs.graph import Config, graph
 from tests.random_graphs.kinds import KINDS
+from tests.random_graphs.life import live
 from tests.random_graphs.nodes import Passing, Source
+from tests.random_graphs.oracle import violations
 from tests.random_graphs.record import Record
 from tests.random_graphs.run import judge, smaller
 from tests.random_graphs.shape import FEATURES
@@ -36,6 +39,8 @@ PLAIN = "taps,routers,parted,second,late,later,wraps"
 """Left out where any graph will do."""
 
 
+DERIVING = (6, 13, 16)
+"""Seeds of graphs in which samples are derived: by several nodes, before a crash, where ways meet."""
 STRETCHES = [
     pytest.param(first, marks=[pytest.mark.slow] if first >= FIRST + FAST else [])
     for first in range(FIRST, FIRST + GRAPHS, AT_ONCE)
@@ -48,6 +53,15 @@ def test_random_graphs_hold_what_is_promised(first: int) -> None:
     verdicts = [judge(seed) for seed in range(first, first + AT_ONCE)]
     told = "\n".join(verdict.told() for verdict in verdicts if verdict.outcome == "failed")
     assert not told, f"seeds {first} to {first + AT_ONCE - 1}:\n{told}"
+
+
+@pytest.mark.parametrize("seed", DERIVING)
+def test_graphs_in_which_samples_are_derived_hold_what_is_promised(seed: int, tmp_path: Path) -> None:
+    config = Config(seed)
+    endings = live(config, tmp_path)
+    assert endings[-1].record.derived, "nothing was derived"
+    found = violations(config.shape, endings)
+    assert not found, "\n".join([config.shape.describe(), *(f"{one.kind}: {one.text}" for one in found)])
 
 
 # What watches over them

@@ -127,11 +127,11 @@ def test_what_a_checkpoint_kept_is_not_sampled_again(live: Live, monkeypatch: py
     out: Any = live.generator.rollouts.live
     was_sent, asked = out.was_sent, asyncio.Event()
 
-    def kept() -> bool:
+    def kept(made_from: None) -> bool:
         """As if the run had begun with the message that would be made now."""
-        out.sent_before.add(out._next_id(out._parents_of(None)))
+        out.sent_before.add(out._next_id(out._parents_of(made_from)))
         asked.set()
-        return bool(was_sent())
+        return bool(was_sent(made_from))
 
     async def ask() -> None:
         live.rig.feed("prompts", replace(make_prompt(3), sample_id="kept"))

@@ -21,6 +21,7 @@ wait for the replica that holds them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,12 +106,22 @@ class PortPlan:
     """In ports of nodes that count samples: number of messages and tombstones for each sample, or each group."""
     counted: bool = False
     """Out ports: a node downstream counts samples, so it needs a message or a tombstone for each."""
+    members: int = 1
+    """In ports: the members that a group has there for each that was admitted, because nodes before derive further
+    samples."""
+    derives: bool = False
+    """In ports: whether the node derives samples from what arrives here."""
 
 
 def counts_samples(node: Node) -> bool:
     """Whether the node combines samples and therefore waits for all copies of each."""
     facts = node.facts()
     return bool(facts.joins) or not facts.keeps_lineage
+
+
+def merges_copies(node: Node) -> bool:
+    """Whether the node makes one thing of all copies of a sample that arrive at an In port."""
+    return counts_samples(node) or bool(node.facts().derives)
 
 
 def find_trainers(graph: Graph) -> tuple[str, ...]:
@@ -181,7 +192,7 @@ class Branches:
         node = self._graph.nodes[name]
         edges = [edge for into in node.ports.values() if isinstance(into, In) for edge in self._into.get(id(into), ())]
         taken = sum(self._num_copies(edge.out, source, above | {name}) for edge in edges)
-        return min(taken, 1) if counts_samples(node) else taken
+        return min(taken, 1) if merges_copies(node) else taken
 
     def repeated_samples(self, port: Port) -> dict[str, list[str]]:
         """Out port -> the edges into the In port `port` that together deliver each of its messages more than once.
@@ -209,6 +220,29 @@ class Branches:
             paths += [(*path, edge) for path in before] or [(edge,)]
         return paths
 
+    def derivers(self, port: Port) -> frozenset[tuple[str, ...]]:
+        """For each path of samples to an In port: the nodes on it that derive samples, in order."""
+        return self._derivers(port, frozenset())
+
+    def _derivers(self, port: Port, above: frozenset[str]) -> frozenset[tuple[str, ...]]:
+        found: set[tuple[str, ...]] = set()
+        for name in {port_owner(edge.out) for edge in self._into.get(id(port), ())} - above:
+            node = self._graph.nodes[name]
+            before = [self._derivers(one, above | {name}) for one in node.ports.values() if isinstance(one, In)]
+            own = (name,) if node.facts().derives else ()
+            found |= {(*path, *own) for path in frozenset().union(*before) or {()}}
+        return frozenset(found)
+
+    def num_members(self, port: Port) -> int:
+        """The members that a group has at an In port for each that was admitted, lost ones included."""
+        return max(
+            (
+                math.prod(1 + sum(self._graph.nodes[name].facts().derives.values()) for name in path)
+                for path in self.derivers(port)
+            ),
+            default=1,
+        )
+
     def port_plans(self) -> tuple[PortPlan, ...]:
         """The plans of every In and Out port of the graph."""
         found = []
@@ -218,8 +252,10 @@ class Branches:
                 if isinstance(port, Out):
                     found.append(PortPlan(name, trainers, counted=self.is_counted(port)))
                 elif isinstance(port, In):
-                    arrivals = max(self.num_arrivals(port).values(), default=1) if counts_samples(node) else 1
-                    found.append(PortPlan(name, trainers, arrivals=arrivals))
+                    arrivals = max(self.num_arrivals(port).values(), default=1) if merges_copies(node) else 1
+                    derives = bool(node.facts().derives) and id(port) in self._into
+                    members = self.num_members(port)
+                    found.append(PortPlan(name, trainers, arrivals=arrivals, members=members, derives=derives))
         return tuple(found)
 
 

@@ -135,6 +135,7 @@ def _find_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
         yield from branches.accumulation_findings(graph)[0]
         yield from connection_rules.lineage_problems(graph)
         yield from connection_rules.branch_problems(graph)
+        yield from connection_rules.derived_problems(graph)
     yield from size_rules.batch_problems(graph, numbers)
     yield from size_rules.sharing_problems(graph)
     yield from size_rules.engine_length_problems(graph)

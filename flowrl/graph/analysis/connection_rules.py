@@ -17,6 +17,7 @@ from flowrl.graph.analysis.branches import (
     Branches,
     counts_samples,
     find_cycles,
+    merges_copies,
     nodes_past,
     reachable_nodes,
     source_ports,
@@ -25,9 +26,9 @@ from flowrl.graph.analysis.numbers import Numbers, versions_overtaken
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.annotations import declared_types
 from flowrl.graph.graph import Edge, Graph, OnLimit, a_kind, carried_type, port_name, port_owner
-from flowrl.graph.node import PORT_KINDS
+from flowrl.graph.node import PORT_KINDS, Node
 from flowrl.graph.ports import Call, In, Out, Port, Serve
-from flowrl.messages import Message, Prompt, Tombstone, Weights
+from flowrl.messages import Message, Prompt, Sample, Tombstone, Weights
 
 PARTNER: dict[type[Port], type[Port]] = {In: Out, Out: In, Call: Serve, Serve: Call}
 
@@ -303,6 +304,79 @@ def admission_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
         )
 
 
+def derived_problems(graph: Graph) -> Iterator[str]:
+    """Check 12: derived samples can be numbered, counted and recorded."""
+    branches, owners = Branches(graph), dict[str, str]()
+    for name, node in graph.nodes.items():
+        for label, most in node.facts().derives.items():
+            if (other := owners.setdefault(label, name)) != name:
+                yield (
+                    f"{other} and {name} both derive samples under {label!r}, so their ids could be the same; give one "
+                    f"of them another label."
+                )
+            if not label.isidentifier():
+                yield f"{name} derives samples under {label!r}; a label is an identifier, such as branch."
+            if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+                yield f"{name} derives {most!r} samples under {label!r}; it needs a whole number of at least 1."
+        if node.facts().derives:
+            yield from _deriver_problems(graph, branches, name)
+    for name, node in graph.nodes.items() if owners else ():
+        yield from _uneven_problems(branches, name, node)
+
+
+def _deriver_problems(graph: Graph, branches: Branches, name: str) -> Iterator[str]:
+    """A node that derives samples takes each sample once, by one port, and it leads to a trainer."""
+    node = graph.nodes[name]
+    fed = {id(edge.into) for edge in graph.edges if edge.kind == "queue"}
+    ports = [port for port in node.ports.values() if isinstance(port, In) and id(port) in fed]
+    if len(ports) != 1 or not issubclass(ports[0].types[0], Prompt | Sample):
+        names = ", ".join(port_name(port) for port in ports) or "none"
+        yield (
+            f"{name} derives samples, so it needs one In port of samples to derive them from; it has {names}; derive "
+            f"in a node that takes each sample from one port."
+        )
+        return
+    if not node.facts().keeps_lineage or node.facts().joins:
+        yield (
+            f"{name} derives samples and merges or joins what it takes, so the samples that it sends could not be "
+            f"counted; derive in a node before or after it, which sends samples one by one."
+        )
+    several = graph.placed[name].replicas > 1 and max(branches.num_arrivals(ports[0]).values(), default=1) > 1
+    for edge in [edge for edge in graph.edges if edge.into is ports[0] and several and not edge.rule.by_group]:
+        yield (
+            f"{name} derives samples and has several replicas, but of the several copies of a sample each could come "
+            f'to another replica by {edge.name} (dispatch={edge.dispatch!r}); give that edge dispatch="key".'
+        )
+    if branches.trainers and not branches.reached_trainers(ports[0]):
+        yield (
+            f"{name} derives samples, but no branch leads from it to a trainer, so nothing would end them; derive in a "
+            f"node before {' or '.join(branches.trainers)}."
+        )
+    if graph.admission is None:
+        yield (
+            f"{name} derives samples, but no source is admitted, so there is no ticket for them; write g.admit(...)."
+        )
+    if not any(one.facts().group_size for one in graph.nodes.values()):
+        yield f"{name} derives samples, but no node declares a group size, which their numbers in a group begin after."
+
+
+def _uneven_problems(branches: Branches, name: str, node: Node) -> Iterator[str]:
+    """All paths that meet where samples are counted pass the same deriving nodes, so that each sample comes by all."""
+    if not counts_samples(node):
+        return
+    ports = [port for port in node.ports.values() if isinstance(port, In)]
+    joined = [port for port in ports if port.name in node.facts().joins]
+    for together in ([joined] if joined else []) + [[port] for port in ports if port not in joined]:
+        paths = sorted({path for port in together for path in branches.derivers(port)}, key=len)
+        if len(paths) > 1:
+            names = ", ".join(port_name(port) for port in together)
+            yield (
+                f"some samples come to {names} past {', '.join(paths[-1])}, which derives further samples, and others "
+                f"do not, so a group there would have no known size; lead all of them past the same nodes: a node that "
+                f"derives samples can also pass on those that it takes."
+            )
+
+
 def branch_problems(graph: Graph) -> Iterator[str]:
     """Check 6: at the end of each branch, every sample can be counted and recorded."""
     branches, admission = Branches(graph), graph.admission
@@ -331,7 +405,7 @@ def branch_problems(graph: Graph) -> Iterator[str]:
 
     # A node that counts samples has to know how many copies of each sample arrive.
     for node in graph.nodes.values():
-        for port in node.ports.values() if counts_samples(node) else ():
+        for port in node.ports.values() if merges_copies(node) else ():
             arrivals = branches.num_arrivals(port) if isinstance(port, In) else {}
             if len(set(arrivals.values())) > 1:
                 each = ", ".join(f"{number} from {source}" for source, number in arrivals.items())

@@ -8,11 +8,14 @@ window: S = staleness, and the mask enforces the bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from flowrl.graph.analysis.branches import reachable_nodes
+from flowrl.graph.analysis.branches import Branches, reachable_nodes
 from flowrl.graph.graph import Edge, Graph, carried_type, port_owner
 from flowrl.graph.node import Facts
+from flowrl.graph.ports import In
 from flowrl.messages import Batch, Column, Group, Message, Prompt, Sample, Trainable, Weights
 
 SMALL_MESSAGE_BYTES = 1 << 10
@@ -45,11 +48,20 @@ class Numbers:
     """Tokens of the longest prompt and response together."""
     token_budget: int | None = None
     """The smallest token budget of a micro-batch."""
+    derives: Mapping[str, int] = field(default_factory=dict)
+    """Label -> the most samples derived under it from one."""
+    members_each: int = 1
+    """The most members that a group has anywhere for each that was admitted, because of `derives`."""
+
+    @property
+    def most_members(self) -> int:
+        """The most members of a group, derived ones included; 1 without groups."""
+        return (self.group_size or 1) * self.members_each
 
     @property
     def samples_in_flight(self) -> int:
         """The most samples in flight; 0: not known."""
-        return (self.tickets or 0) * (self.group_size or 1)
+        return (self.tickets or 0) * self.most_members
 
 
 def derive_numbers(graph: Graph) -> Numbers:
@@ -86,7 +98,18 @@ def derive_numbers(graph: Graph) -> Numbers:
         publish_every=max((graph.nodes[port_owner(edge.out)].facts().publish_every for edge in ending), default=1),
         longest_sample=longest,
         token_budget=min((fact.token_budget for fact in facts if fact.token_budget is not None), default=None),
+        **_derived_numbers(graph, facts),
     )
+
+
+def _derived_numbers(graph: Graph, facts: Iterable[Facts]) -> dict[str, Any]:
+    """`derives`, and what follows from it."""
+    derives = {label: most for fact in facts for label, most in fact.derives.items()}
+    if not derives:
+        return {}
+    branches = Branches(graph)
+    ports = [port for node in graph.nodes.values() for port in node.ports.values() if isinstance(port, In)]
+    return {"derives": derives, "members_each": max(branches.num_members(port) for port in ports)}
 
 
 def versions_overtaken(look_ahead: int, groups_per_batch: int) -> int:
@@ -136,7 +159,7 @@ def lane_capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:
         return 1
     if issubclass(message, Group):
         return max(1, numbers.groups_per_batch or 1)
-    samples = max(LANE_MESSAGES, 2 * (numbers.group_size or 1))
+    samples = max(LANE_MESSAGES, 2 * numbers.most_members)
     return max(1, min(samples, in_flight(message, numbers) or samples))
 
 
@@ -146,7 +169,7 @@ def in_flight(message: type[Message], numbers: Numbers) -> int | None:
         return None
     if issubclass(message, Batch):
         return numbers.ahead + 1
-    return numbers.tickets * (1 if issubclass(message, Group) else numbers.group_size or 1)
+    return numbers.tickets * (1 if issubclass(message, Group) else numbers.most_members)
 
 
 def message_bytes(graph: Graph, edge: Edge, numbers: Numbers) -> int:
@@ -169,7 +192,7 @@ def message_bytes(graph: Graph, edge: Edge, numbers: Numbers) -> int:
         for column in added_columns(graph, port_owner(edge.out)):
             per_token += column.value_bytes if column.per == "token" else 0
             per_sample += column.value_bytes if column.per == "sample" else 0
-    samples = 1 if issubclass(message, Prompt | Sample) else numbers.group_size or 1
+    samples = 1 if issubclass(message, Prompt | Sample) else numbers.most_members
     if issubclass(message, Batch):
         samples *= numbers.groups_per_batch or 1
     return samples * (per_sample + per_token * numbers.longest_sample)

@@ -74,6 +74,9 @@ def number_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     numbers = plan.numbers
     if numbers.group_size is not None:
         yield "group_size", f"{numbers.group_size}"
+    if numbers.derives:
+        most = ", ".join(f"{label}: {number}" for label, number in numbers.derives.items())
+        yield "derives", f"{most} (up to {numbers.most_members} members in a group)"
     if numbers.groups_per_batch is not None:
         yield "groups_per_batch", f"{numbers.groups_per_batch}"
     if numbers.tickets is not None:

@@ -277,7 +277,7 @@ def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
     become stale meanwhile."""
     if graph.admission is None or numbers.tickets is None:
         return
-    samples = numbers.tickets * (numbers.group_size or 1)
+    samples = numbers.samples_in_flight
     feeders = {port_owner(port): None for port in graph.admission.until}
     if numbers.ahead == 0:
         yield f"staleness 0 is synchronous: {', '.join(feeders)} and the trainer work alternately."
@@ -286,7 +286,7 @@ def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
         if name in feeders and slots > samples > 0:
             yield (
                 f"{name} can work on {slots} samples at a time but at most {samples} are in flight ({numbers.tickets} "
-                f"tickets × {numbers.group_size or 1}), so {slots - samples} slots stay idle; raise staleness or the "
+                f"tickets × {numbers.most_members}), so {slots - samples} slots stay idle; raise staleness or the "
                 f"groups a batch."
             )
     for name, node in graph.nodes.items():
@@ -294,7 +294,7 @@ def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
         if at_once is not None and (places := at_once * graph.placed[name].replicas) < samples:
             yield (
                 f"{name} plays {places} episodes at a time but {samples} are admitted ({numbers.tickets} tickets × "
-                f"{numbers.group_size or 1}), so {samples - places} wait and grow old; raise limits.episodes, or "
+                f"{numbers.most_members}), so {samples - places} wait and grow old; raise limits.episodes, or "
                 f"lower staleness or the groups a batch."
             )
 

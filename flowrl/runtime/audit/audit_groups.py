@@ -6,7 +6,9 @@ temporary tables with the names of the ledger's, and there the rules are asked a
 rule of GROUP_CHECKS, whether the run has ended or not: every rule that is added needs its part in PLAIN.
 
 A row that belongs to no group, since its sample was never admitted, is in no range. So the rows that ranges have read
-are counted, and where a table has more, the rules are asked about the whole ledger.
+are counted, and where a table has more, the rules are asked about the whole ledger. Groups with derived samples are not
+plain, because they have more members than were admitted; where no size of groups is known, they have rows in `derived`
+that no plain group accounts for.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from flowrl.runtime.audit.audit_rules import (
 
 TICKETS_AT_ONCE = 1024
 """Number of tickets that are examined at once; the rows of their groups are in memory then."""
-OF_SAMPLES = ("uses", "requests", "spans", "attempts", "episodes", "losses")
+OF_SAMPLES = ("uses", "requests", "spans", "attempts", "episodes", "losses", "derived")
 TABLES = ("tickets", "samples", *OF_SAMPLES)
 """The tables whose rows belong to groups."""
 

@@ -8,9 +8,9 @@ A span agrees with a request of its sample if number of tokens, place and digest
 context, the sampled ids, their logprobs, their versions and what nodes have added to the digest are equal too
 (flowrl.runtime.ledger.token_digest).
 
-A sample that was not asked turn by turn is booked together with its requests. The requests of an episode are booked by
-generators, and the episode by another node, so a run that is in progress, or has failed, may lack some of these rows. A
-span that differs from the request at its place is a violation at any time.
+A sample that was not asked turn by turn is booked together with its requests. The requests of an episode, or of a
+derived sample, are booked by generators, and the sample by another node, so a run that is in progress, or has failed,
+may lack some of these rows. A span that differs from the request at its place is a violation at any time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 class Violation:
     """One violation of a rule.
 
-    `kind` is state, tokens, uses, losses, versions, bound, spans, requests, episodes, groups, tickets, steps,
+    `kind` is state, tokens, uses, losses, versions, bound, spans, requests, episodes, groups, derived, tickets, steps,
     evaluations, metrics, checkpoints or chain.
     """
 
@@ -272,8 +272,9 @@ VERSIONS = (
 AGREES = "r.sample_id = p.sample_id AND r.digest = p.digest AND r.tokens = p.tokens AND r.context_tokens = p.start"
 AT_PLACE = "r.sample_id = p.sample_id AND r.context_tokens = p.start"
 IS_EPISODE = "EXISTS (SELECT 1 FROM episodes e WHERE e.sample_id = s.sample_id)"
+IS_DERIVED = "EXISTS (SELECT 1 FROM derived d WHERE d.sample_id = s.sample_id)"
 REPORTED = "(s.generated_s IS NOT NULL OR EXISTS (SELECT 1 FROM requests r WHERE r.sample_id = s.sample_id))"
-WHOLE = f"(s.generated_s IS NOT NULL AND NOT {IS_EPISODE} OR {REPORTED} AND {ENDED})"
+WHOLE = f"(s.generated_s IS NOT NULL AND NOT {IS_EPISODE} AND NOT {IS_DERIVED} OR {REPORTED} AND {ENDED})"
 """True for a sample of which all requests must be in the ledger."""
 BEFORE = "b.sample_id = r.sample_id AND b.incarnation < r.incarnation"
 """True for a row `b` of an earlier incarnation, from which the resumed run of row `r` continues."""
@@ -431,13 +432,58 @@ GROUPS = (
     Check(
         "groups",
         "group {0} was admitted with {1} samples, but the graph's groups have {2}",
-        "SELECT t.group_id, (SELECT COUNT(*) FROM samples s WHERE s.group_id = t.group_id) AS found,"
+        "SELECT t.group_id, (SELECT COUNT(*) FROM samples s WHERE s.group_id = t.group_id AND s.sample_id NOT IN"
+        " (SELECT sample_id FROM derived)) AS found,"
         f" {AT_TICKET.format('group_size')} AS wanted FROM tickets t WHERE found <> wanted",
     ),
     Check(
         "groups",
         "sample {0} has the number {1} in its group, in epoch {2}; neither is below 0",
         "SELECT sample_id, member, epoch FROM samples WHERE MIN(member, epoch) < 0",
+    ),
+)
+
+MOST_DERIVED = "CASE WHEN json_valid(derives) THEN json_extract(derives, '$.\"' || label || '\"') END"
+
+DERIVED = (
+    Check(
+        "derived",
+        "sample {0} was derived from {1}, but never admitted",
+        "SELECT sample_id, parent_id FROM derived WHERE sample_id NOT IN (SELECT sample_id FROM samples)",
+    ),
+    Check(
+        "derived",
+        "sample {0} of group {1} was derived from {2}, which is no sample of this group",
+        "SELECT d.sample_id, s.group_id, parent_id FROM derived d JOIN samples s USING (sample_id) WHERE NOT EXISTS"
+        " (SELECT 1 FROM samples p WHERE p.sample_id = d.parent_id AND p.group_id = s.group_id)",
+    ),
+    Check(
+        "derived",
+        "sample {0} has the number {1} in its group, and {2}, from which it was derived, the number {3}; what is "
+        "derived comes after what it is derived from",
+        "SELECT d.sample_id, s.member, parent_id, p.member FROM derived d JOIN samples s USING (sample_id)"
+        " JOIN samples p ON p.sample_id = d.parent_id WHERE s.member <= p.member",
+    ),
+    Check(
+        "derived",
+        "sample {0} is number {3} of those derived from {1} under {2}, so its id has to be {1}/{2}.{3}",
+        "SELECT sample_id, parent_id, label, ordinal FROM derived"
+        " WHERE sample_id <> parent_id || '/' || label || '.' || ordinal",
+    ),
+    Check(
+        "derived",
+        "{2} samples were derived from {0} under {1}, numbered {3} to {4}; the numbers have to start at 0 and leave "
+        "none out",
+        "SELECT parent_id, label, COUNT(*), MIN(ordinal) AS first, MAX(ordinal) AS last FROM derived"
+        " GROUP BY parent_id, label HAVING first <> 0 OR last <> COUNT(*) - 1",
+    ),
+    Check(
+        "derived",
+        "{2} samples were derived from {0} under {1}, but the graph derives {3} at most",
+        "SELECT parent_id, label, found, COALESCE(most, 0) FROM (SELECT parent_id, label, COUNT(*) AS found,"
+        f" {AT_TICKET.format('derives IS NOT NULL')} AS declared, {AT_TICKET.format(MOST_DERIVED)} AS most"
+        " FROM derived JOIN samples USING (sample_id) JOIN tickets t USING (group_id) GROUP BY parent_id, label)"
+        " WHERE declared AND found > COALESCE(most, 0)",
     ),
 )
 
@@ -572,7 +618,7 @@ EVALUATIONS = (
 GROUP_CHECKS = (
     *(*STATES, *TOKENS, *USES, *LOSSES, *VERSIONS),
     *(*SPANS, *REQUESTS, *EPISODES),
-    *(*GROUPS, *TICKETS),
+    *(*GROUPS, *DERIVED, *TICKETS),
 )
 """Whether a group breaks one of them depends on nothing but its own rows, and the tables `steps` and `incarnations`."""
 RUN_CHECKS = (*STEPS, *EVALUATIONS)

@@ -119,6 +119,7 @@ def _compare_admission(before: Described, now: Described) -> Iterator[str]:
 EXACT = {
     "group_size": "groups in flight have that many members",
     "groups_per_batch": "batches in flight and open tickets were made for it",
+    "derives": "groups in flight have places for that many derived samples",
 }
 
 
@@ -131,8 +132,8 @@ LIMITS = {
 
 def _compare_numbers(before: Described, now: Described) -> Iterator[str]:
     for name, why in EXACT.items():
-        if before[name] != now[name]:
-            yield f"{name} is {now[name]} and was {before[name]}: {why}; set it back to {before[name]}"
+        if before.get(name) != now[name]:
+            yield f"{name} is {now[name]} and was {before.get(name)}: {why}; set it back to {before.get(name)}"
     for name, in_flight in LIMITS.items():
         if before[name] is not None and now[name] is not None and now[name] < before[name]:
             yield (

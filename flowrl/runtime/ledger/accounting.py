@@ -3,6 +3,7 @@
 Invariants
 - A group is committed in the ledger before `admit` answers, and so before its first prompt is sent.
 - No group and no sample is admitted twice; only a resumed source admits the groups in flight again, each once.
+- A derived sample is committed before `derive_samples` returns. It takes no ticket, and joins the group of its parent.
 - A sample is in flight until its fate at every trainer that it can reach is known (`fates`). The ticket of its group
   is out until the state of the group's last sample is known. A loss on a branch that leads to no trainer changes
   nothing here.
@@ -12,7 +13,7 @@ Invariants
   Events are booked in order; a large step is booked in pieces (`bookings`).
 
 Waits: `admit` waits for the events before it, then for a returned ticket, the end of a pause, or the end of
-admission; `until_held` for consumers to load or to die.
+admission; `derive_samples` for the events before it; `until_held` for consumers to load or to die.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
 from flowrl.runtime.ledger.ledger_client import LedgerClient, LongTables, Use
 from flowrl.runtime.ledger.ledger_file import LEDGER, Terms
 from flowrl.runtime.ledger.request_ledger import RequestLedger
-from flowrl.runtime.ledger.sample_fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
+from flowrl.runtime.ledger.sample_fates import (
+    ELSEWHERE,
+    LEFT_AT_END,
+    Fates,
+    require_fresh,
+    require_next,
+    used_after_all,
+)
 from flowrl.wire.tickets import Tickets
 
 if TYPE_CHECKING:
@@ -124,7 +132,11 @@ class Accounting:
             for group in (self._fates.groups[name] for name in body["group_ids"] if name in self._fates.groups):
                 require_fresh(trainer, body["version"], group.held.get(trainer), group.group_id, self._bound)
 
+        async def derive(host: str, body: Mapping[str, Any]) -> None:
+            await self.derive_samples(body["parent_id"], body["label"], body["rows"], trainers=body["trainers"])
+
         endpoint.on("admit", admit)
+        endpoint.on("derive", derive)
         endpoint.on("ledger", record)
         endpoint.on("ages", ages)
 
@@ -189,6 +201,56 @@ class Accounting:
             born = floors[self._main]
             self.ledger.add_row("admitted", sample_id, group_id, prompt_id, epoch, member, prompt_tokens, born, now)
         self._fates.open_group(group_id, ticket, held, {row[3]: row[0] for row in rows})
+
+    async def derive_samples(
+        self, parent_id: str, label: str, rows: Sequence[LedgerRow], *, trainers: Sequence[str]
+    ) -> None:
+        """Commit further samples, in the group and under the ticket of `parent_id`.
+
+        `rows` are those of `admit_group`; `trainers` are the trainers that the samples can reach. A repeated call with
+        the same samples changes nothing. A sample whose parent is lost at a trainer is lost there, too: the group may
+        have been given up meanwhile. Raises FlowrlError for other samples than before, for a parent that was never
+        admitted, and for one that a trainer has used.
+        """
+        await self.bookings.wait_for_jobs()  # losses reported before this request count
+        while self.bookings.busy:  # other admissions were waiting too; reads in a commit would miss rows
+            await self.bookings.wait_for_jobs()
+        known, sample_ids = self.ledger.derived_from(parent_id, label), [row[0] for row in rows]
+        if known and known != {*sample_ids}:
+            raise FlowrlError(
+                f"{len(rows)} samples were derived from {parent_id!r} under {label!r}, but {len(known)} before; derive "
+                "as many as before, or under another label"
+            )
+        if not known:
+            self._open_derived(parent_id, label, rows, trainers)
+        await self.bookings.this_tick()
+
+    def _open_derived(self, parent_id: str, label: str, rows: Sequence[LedgerRow], trainers: Sequence[str]) -> None:
+        group_id = self.ledger.group_of(parent_id)
+        if group_id is None:
+            raise FlowrlError(f"samples were derived from {parent_id!r}, which was never admitted")
+        group = self._fates.groups.get(group_id)
+        if group is not None:
+            known = group.fates.get(parent_id, {})
+        else:  # the fates of the whole group are known: its state says what the parent's are
+            self.bookings.commit_all()
+            ticket, held, state, reason = self.ledger.closed_sample(parent_id)
+            group = self._fates.open_group(group_id, ticket, held, {})
+            known = dict.fromkeys(held, Fate(state=state, reason=reason))
+        if used := [trainer for trainer in trainers if trainer in known and known[trainer].trained]:
+            raise FlowrlError(
+                f"samples were derived from {parent_id!r}, which {used[0]!r} has used already; derive them before the "
+                "sample is sent on"
+            )
+        self._fates.add_members(group, {row[3]: row[0] for row in rows})
+        now = time.time()
+        for ordinal, (sample_id, prompt_id, epoch, member, prompt_tokens) in enumerate(rows):
+            born = group.held.get(self._main, self.tickets.floor(self._main))
+            self.ledger.add_row("admitted", sample_id, group_id, prompt_id, epoch, member, prompt_tokens, born, now)
+            self.ledger.add_row("derived", sample_id, parent_id, label, ordinal)
+            for trainer in group.held:
+                if (lost := known.get(trainer) if trainer in trainers else ELSEWHERE) is not None:
+                    self._settle_sample(sample_id, trainer, lost)
 
     def _wait_for_change(self) -> asyncio.Future[None]:
         waiter = asyncio.get_running_loop().create_future()

@@ -61,6 +61,7 @@ STATEMENTS = {
     "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL, ?)",
     "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
     " NULL, NULL, NULL, NULL, NULL, NULL, ?, NULL, NULL, NULL, 0)",
+    "derived": "INSERT INTO derived VALUES (?, ?, ?, ?)",
     "partial": "UPDATE samples SET response_tokens = ? WHERE sample_id = ? AND generated_s IS NULL",
     "generated": "UPDATE samples SET"
     " redone_tokens = redone_tokens + (CASE WHEN generated_s IS NULL THEN 0 ELSE response_tokens END),"
@@ -179,6 +180,18 @@ class Ledger:
         """The group of a committed sample, None if there is no such sample."""
         row = self._db.execute("SELECT group_id FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
         return None if row is None else str(row[0])
+
+    def derived_from(self, parent_id: str, label: str) -> set[str]:
+        """The samples derived from one under a label, committed or not. Do not call in a commit."""
+        buffered = {row[0] for row in self._rows["derived"] if row[1:3] == (parent_id, label)}
+        query = "SELECT sample_id FROM derived WHERE (parent_id, label) = (?, ?)"
+        return buffered | {sample_id for (sample_id,) in self._db.execute(query, (parent_id, label))}
+
+    def closed_sample(self, sample_id: str) -> tuple[int, dict[str, int], str, str | None]:
+        """(ticket, versions held at admission by trainer, state, reason) of a committed sample."""
+        query = "SELECT t.ticket, t.held, s.state, s.reason FROM samples s JOIN tickets t USING (group_id)"
+        row = self._db.execute(f"{query} WHERE sample_id = ?", (sample_id,)).fetchone()
+        return row[0], json.loads(row[1]), row[2], row[3]
 
     def samples_of(self, group_id: str) -> set[str]:
         """The committed samples of a group; empty if there is no such group."""

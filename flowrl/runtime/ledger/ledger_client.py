@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flowrl.errors import FlowrlError
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
 from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_by_sequence
@@ -105,6 +106,8 @@ class LedgerClient:
         """Server -> (time.monotonic(), report) of each request that it has answered recently."""
         self._lost: set[str] = set()
         """Servers that have died."""
+        self._replies: dict[str, set[str]] = {}
+        """Derived sample of this node that is not reported yet -> the digests of the replies to its requests."""
         self._events: list[tuple[Any, ...]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
@@ -115,10 +118,43 @@ class LedgerClient:
         `samples` are the members of one group; `trainers` are the trainers that they can reach (all by default). Waits
         for the ticket.
         """
-        rows = [(s.sample_id, s.prompt_id, s.epoch, s.member, len(s.token_ids)) for s in samples]
+        rows = _admitted_rows(samples)
         body = {"node": node, "group_id": samples[0].group_id, "rows": rows, "trainers": trainers}
         ticket: int | None = await self._link.request(DRIVER, "admit", body)
         return ticket
+
+    async def derive(
+        self, parent_id: str, label: str, samples: Sequence[Prompt], *, trainers: Sequence[str] | None = None
+    ) -> None:
+        """Book samples derived from another, which can reach `trainers`. Returns when the ledger has committed them."""
+        self.flush()
+        body = {"parent_id": parent_id, "label": label, "rows": _admitted_rows(samples), "trainers": trainers}
+        await self._link.request(DRIVER, "derive", body)
+        self._replies |= {sample.sample_id: set() for sample in samples}
+
+    def asked(self, sample: Sample, *, resumed: bool) -> None:
+        """Report the rollout of a derived sample whose requests this node has asked for turn by turn, once.
+
+        Raises FlowrlError if tokens of it are marked as the policy's that no reply has. If the invocation was `resumed`
+        with a record, it may have replies that this process does not know.
+        """
+        replies = self._replies.pop(sample.sample_id, None)
+        if not replies:  # reported before, or sampled by a generator that has reported it
+            return
+        spans = policy_spans(sample)
+        wrong = [] if resumed else [span for span in spans if span.digest not in replies]
+        if wrong:
+            raise FlowrlError(
+                f"sample {sample.sample_id!r}, derived from {sample.parent_id!r}, marks {wrong[0].tokens} tokens after "
+                f"its first {wrong[0].start} as the policy's, but no reply to its requests has exactly these tokens, "
+                "logprobs and versions in this context: its policy_mask may be true for its own continuation only, not "
+                "for the part that it shares with its parent"
+            )
+        self._add("episode", *_rollout_row(sample), spans[0].start if spans else len(sample.token_ids), None)
+
+    def forget_replies(self, sample_id: str) -> None:
+        """The work on a derived sample is over."""
+        self._replies.pop(sample_id, None)
 
     def generated(self, sample: Sample) -> None:
         """Report a finished rollout, with the versions of its policy tokens (-1 for a dataset's: reported as None).
@@ -149,7 +185,11 @@ class LedgerClient:
         If the replica dies before it sends its report of the request, the report is made here (`server_lost`), from the
         content of the answer.
         """
-        if server.partition("/")[0] not in self._stand_ins or not _is_booked(turn):
+        if not _is_booked(turn):
+            return
+        if (replies := self._replies.get(turn.sample_id)) is not None:
+            replies.add(_digest_of(turn, reply))
+        if server.partition("/")[0] not in self._stand_ins:
             return
         row = _request_row(turn, reply)
         if server in self._lost:  # the answer was in transit
@@ -278,10 +318,17 @@ def _is_booked(turn: Turn) -> bool:
     return turn.ticket >= 0 and not turn.opponent
 
 
+def _admitted_rows(samples: Sequence[Prompt]) -> list[tuple[Any, ...]]:
+    return [(s.sample_id, s.prompt_id, s.epoch, s.member, len(s.token_ids)) for s in samples]
+
+
+def _digest_of(turn: Turn, reply: Reply) -> str:
+    return request_digest(turn.token_ids, reply.token_ids, reply.behavior_logprobs, reply.versions)
+
+
 def _request_row(turn: Turn, reply: Reply) -> tuple[Any, ...]:
     """The report of a request that has ended now; generator and caller make the same one, except for the time."""
-    arrays = (reply.token_ids, reply.behavior_logprobs, reply.versions)
-    digest, context = request_digest(turn.token_ids, *arrays), len(turn.token_ids)
+    digest, context = _digest_of(turn, reply), len(turn.token_ids)
     place = (turn.request_id, turn.sample_id, turn.attempt, turn.turn)
     sizes = (len(reply.token_ids), context, reply.cached_tokens)
     return (*place, digest, *sizes, *_version_range(reply.versions), reply.generator, reply.finish_reason, time.time())

@@ -27,7 +27,7 @@ from flowrl.runtime.ledger.chain import Chain
 
 LISTS = ("trainers", "own_clock", "holders")
 NUMBERS = ("max_staleness", "tickets", "window", "groups_per_batch", "group_size")
-COLUMNS = (*LISTS, *NUMBERS)
+COLUMNS = (*LISTS, *NUMBERS, "derives")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Terms:
     """0: tokens beyond the bound are masked out of the loss."""
     groups_per_batch: int | None = None
     group_size: int | None = None
+    derives: Mapping[str, int] | None = None
+    """Label -> the most samples that are derived under it from one."""
 
     @classmethod
     def of(cls, graph: Mapping[str, Any]) -> Terms:
@@ -58,7 +60,7 @@ class Terms:
         holders = sorted({edge["into"].partition(".")[0] for edge in latest}) if "edges" in graph else None
         lists = {"trainers": graph.get("trainers"), "own_clock": graph.get("own_clock"), "holders": holders}
         nodes: dict[str, Any] = {name: None if found is None else tuple(found) for name, found in lists.items()}
-        return cls(**nodes, **{name: graph.get(name) for name in NUMBERS})
+        return cls(**nodes, **{name: graph.get(name) for name in (*NUMBERS, "derives")})
 
     @classmethod
     def read(cls, run_dir: Path) -> Terms:
@@ -68,24 +70,29 @@ class Terms:
 
     @classmethod
     def of_row(cls, row: tuple[Any, ...]) -> Terms:
-        """The terms from the columns COLUMNS of the table `incarnations`. Raises ValueError for a malformed list."""
+        """The terms from the columns COLUMNS of the table `incarnations`. Raises ValueError for malformed JSON."""
         columns: list[Any] = []
         for text in row[: len(LISTS)]:
             names = None if text is None else json.loads(text)
             if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
                 raise ValueError(f"{text} is no list of names")
             columns.append(None if names is None else tuple(names))
-        return cls(*columns, *row[len(LISTS) :])
+        *numbers, text = row[len(LISTS) :]
+        derives = None if text is None else json.loads(text)
+        if not isinstance(derives, dict | None):
+            raise ValueError(f"{text} does not map labels to numbers")
+        return cls(*[*columns, *numbers, derives])
 
     def row(self) -> tuple[Any, ...]:
         """The values of the columns COLUMNS of the table `incarnations`."""
         lists = (getattr(self, name) for name in LISTS)
         numbers = (getattr(self, name) for name in NUMBERS)
-        return (*(None if nodes is None else json.dumps(nodes) for nodes in lists), *numbers)
+        derives = None if self.derives is None else json.dumps(dict(self.derives))
+        return (*(None if nodes is None else json.dumps(nodes) for nodes in lists), *numbers, derives)
 
 
 LEDGER = "ledger.sqlite"
-FORMAT = 3
+FORMAT = 4
 """The file's `user_version`; files with 0 have no chain."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS incarnations (
@@ -101,7 +108,8 @@ CREATE TABLE IF NOT EXISTS incarnations (
     tickets INTEGER,
     window INTEGER,                     -- 0: stale tokens are masked
     groups_per_batch INTEGER,
-    group_size INTEGER
+    group_size INTEGER,
+    derives TEXT                        -- JSON, label: the most samples derived under it from one
 );
 CREATE TABLE IF NOT EXISTS steps (
     trainer TEXT NOT NULL,
@@ -139,6 +147,13 @@ CREATE TABLE IF NOT EXISTS samples (
     masked_tokens INTEGER NOT NULL      -- kept out of the loss by a node's loss_mask
 );
 CREATE INDEX IF NOT EXISTS samples_by_group ON samples (group_id);
+CREATE TABLE IF NOT EXISTS derived (    -- the samples that were not admitted, but made from another
+    sample_id TEXT PRIMARY KEY,         -- parent_id/label.ordinal
+    parent_id TEXT NOT NULL,
+    label TEXT NOT NULL,
+    ordinal INTEGER NOT NULL            -- from 0, among those of this parent and label
+);
+CREATE INDEX IF NOT EXISTS derived_by_parent ON derived (parent_id);
 CREATE TABLE IF NOT EXISTS uses (
     sample_id TEXT NOT NULL,
     trainer TEXT NOT NULL,
@@ -227,12 +242,12 @@ CREATE TABLE IF NOT EXISTS evaluations (
 
 TABLES = (
     *("incarnations", "steps", "samples", "uses", "requests", "spans", "attempts", "episodes", "losses"),
-    *("tickets", "evaluations"),
+    *("tickets", "evaluations", "derived"),
 )
 BEGIN_INCARNATION = (
     "INSERT INTO incarnations VALUES ((SELECT COUNT(*) FROM incarnations), ?, NULL,"
     " (SELECT COALESCE(MAX(number) + 1, 0) FROM commits), (SELECT COALESCE(MAX(ticket) + 1, 0) FROM tickets),"
-    " ?, ?, ?, ?, ?, ?, ?, ?)"
+    " ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 
 

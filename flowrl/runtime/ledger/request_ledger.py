@@ -163,13 +163,17 @@ class RequestLedger:
         for request in [r for r in state.live if r.attempt == attempt and r.number not in self._before]:
             self._abandon_request(sample_id, request, cause)
 
-    def book_episode(self, sample_id: str, row: Sequence[Any]) -> None:
-        """Book a finished episode. If a resume lost it, and it was played again, the earlier requests are abandoned."""
+    def book_episode(self, sample_id: str, row: Sequence[Any] | None) -> None:
+        """Book a finished episode; None: another sample that was asked for turn by turn.
+
+        If a resume lost it, and it was played again, the earlier requests are abandoned.
+        """
         state = self._samples[sample_id]
         for earlier in [r for r in state.live if r.number in self._before]:
             self._abandon_request(sample_id, earlier, GENERATED_AGAIN, redone=False)
-        environment, attempts, turns, truncated, seconds, ended_s = row
-        self._ledger.add_row("episode", sample_id, environment, attempts, turns, truncated, None, seconds, ended_s)
+        if row is not None:
+            environment, attempts, turns, truncated, seconds, ended_s = row
+            self._ledger.add_row("episode", sample_id, environment, attempts, turns, truncated, None, seconds, ended_s)
 
     def episode_failed(self, sample_id: str, row: Sequence[Any]) -> None:
         """Book an episode that failed in all its attempts."""

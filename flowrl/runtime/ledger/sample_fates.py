@@ -6,6 +6,8 @@ Invariants
 - A sample's state is known when its last fate is known: trained if any trainer used it, otherwise the state of its
   loss at the first trainer.
 - A trainer is done with a group when it has a fate for each of the group's samples.
+- A sample that is derived from another joins its group while the fate of the other is open, so no trainer is done with
+  the group before. What was lost before it derived a sample has lost that, too.
 
 `trainers` is ordered, the main one first; a graph without trainers has the single name "".
 """
@@ -19,6 +21,8 @@ from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger.ledger import Fate, OpenSample
 
 LEFT_AT_END = Fate(state="dropped", reason="run_end")
+ELSEWHERE = Fate(state="dropped", reason="not_routed")
+"""The fate of a derived sample at a trainer that it cannot reach."""
 
 
 @dataclass(slots=True)
@@ -29,8 +33,8 @@ class GroupFates:
     ticket: int
     held: Mapping[str, int]
     """Trainer that the group can reach -> the version of its weights that all consumers held at admission."""
-    members: Mapping[int, str]
-    """Member -> sample."""
+    members: dict[int, str]
+    """Member -> sample, those derived included."""
     open: dict[str, set[str]]
     """Sample -> the trainers at which its fate is open; samples without open fates are removed."""
     fates: dict[str, dict[str, Fate]] = field(default_factory=dict)
@@ -64,18 +68,23 @@ class Fates:
 
     def open_group(self, group_id: str, ticket: int, held: Mapping[str, int], members: Mapping[int, str]) -> GroupFates:
         """Add an admitted group."""
-        group = GroupFates(group_id, ticket, held, members, {sample: set(held) for sample in members.values()})
-        self.groups[group_id] = group
-        self._group_of |= dict.fromkeys(members.values(), group)
+        group = self.groups[group_id] = GroupFates(group_id, ticket, held, {}, {})
+        self.add_members(group, members)
         return group
+
+    def add_members(self, group: GroupFates, members: Mapping[int, str]) -> None:
+        """Add samples to the group. Raises FlowrlError if it has other samples of these numbers."""
+        for member, sample_id in members.items():
+            if (other := group.members.setdefault(member, sample_id)) != sample_id:
+                raise FlowrlError(f"sample {sample_id!r} has the number {member} of {other!r} in their group")
+            group.open[sample_id] = set(group.held)
+            self._group_of[sample_id] = group
 
     def take_up(self, samples: Iterable[OpenSample], known: Iterable[tuple[str, str, str, Fate]]) -> None:
         """Load the samples that a resumed run finds in flight, and the known fates (group, sample, trainer, fate)."""
         for row in samples:
             group = self.groups.setdefault(row.group_id, GroupFates(row.group_id, row.ticket, row.held, {}, {}))
-            group.members = {**group.members, row.member: row.sample_id}
-            group.open[row.sample_id] = set(row.held)
-            self._group_of[row.sample_id] = group
+            self.add_members(group, {row.member: row.sample_id})
         for group_id, sample_id, trainer, fate in known:
             group = self.groups[group_id]
             group.fates.setdefault(sample_id, {})[trainer] = fate

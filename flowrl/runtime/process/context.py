@@ -6,18 +6,23 @@ import asyncio
 import functools
 import itertools
 import math
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from flowrl.errors import FlowrlError
 from flowrl.graph.routes import WeightRoute
+from flowrl.messages import Prompt, Sample
 from flowrl.runtime.ledger.accounting import LedgerClient
 from flowrl.runtime.samples.sample_notes import SampleNotes, SampleShare
 from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.wire.activity import OUTSIDE, ActiveWait, Activity, Lease, as_failure, in_invocation
+from flowrl.wire.derived_samples import DerivedSamples
 from flowrl.wire.endpoint import Endpoint
 
 P = ParamSpec("P")
@@ -89,12 +94,25 @@ class NodeContext:
             place.keep_samples,
             token_ids=place.keep_token_ids,
         )
+        self.derived: DerivedSamples | None = None
+        """None if the node declares no samples to derive."""
         self.endpoint = endpoint
         self.trace = trace
         self.activity = activity
         self.meters = Meters()
         self._claims = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=place.replica_id)
+
+    async def derive(self, sample: Prompt | Sample, number: int, label: str = "") -> list[Prompt]:
+        """See `flowrl.graph.node.Context`."""
+        if self.derived is None:
+            raise FlowrlError(
+                f"node {self.place.node!r} derives samples, but declares none; return "
+                f"Facts(derives={{{label or 'branch'!r}: {number}}}) from its facts()"
+            )
+        caller = sys._getframe(1)
+        where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+        return await self.derived.derive(sample, number, label, where)
 
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `fn` in this node's thread. Cancelling the caller does not stop a call that has begun.

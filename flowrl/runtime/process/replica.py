@@ -16,7 +16,7 @@ from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Serve
-from flowrl.messages import Prompt, Tombstone
+from flowrl.messages import Message, Prompt, Sample, Tombstone
 from flowrl.messages.base import type_name
 from flowrl.messages.episode import Turn
 from flowrl.runtime.checkpoints.snapshots import SavedMessage
@@ -24,6 +24,7 @@ from flowrl.runtime.process.context import DRIVER, NodeContext, ReplicaPlace
 from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.wire.activity import Activity, Lease, as_failure, in_invocation, reasons_alive
 from flowrl.wire.control import Answer
+from flowrl.wire.derived_samples import DerivedNumbers, DerivedSamples
 from flowrl.wire.edges import Inbox, OutEdge
 from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.endpoint import Endpoint
@@ -125,9 +126,26 @@ class Replica:
 
     def _report_finished(self, item: Item) -> None:
         """If this node is a trainer, report the samples of `item` as finished: the trainer has to book them."""
+        if item.derived_as is not None:
+            self.context.ledger.forget_replies(item.derived_as.sample_id)
+            return
         if self.place.node in self.trainers and item.lost is None:
             self._note_samples([item])
             self.context.ledger.finished(self.place.node, [sample.sample_id for sample in samples_of(item.body)])
+
+    def book_replies(self, item: Item, body: Message) -> None:
+        if isinstance(body, Sample):
+            assert item.derived_from is not None
+            self.context.ledger.asked(body, resumed=getattr(item.derived_from.body, "record", None) is not None)
+
+    async def commit_derived(self, parent_id: str, label: str, samples: Sequence[Prompt]) -> None:
+        """Book samples that this node derives. Raises FlowrlError if they would reach no trainer."""
+        if not self.trainers:
+            raise FlowrlError(
+                f"samples were derived from {parent_id!r}, but no branch leads from node {self.place.node!r} to a "
+                "trainer, so nothing would end them; derive in a node before one"
+            )
+        await self.context.ledger.derive(parent_id, label, samples, trainers=sorted(self.trainers))
 
     def _note_samples(self, items: Sequence[Item], *, failed: bool = False) -> None:
         """Offer the samples in `items`, whose fate is decided here, for keeping; the last item with a sample counts."""
@@ -276,9 +294,11 @@ def connect_ports(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint
         label = f"{replica.place.node}.{port.name}"
         port.connected = label in ends
         if isinstance(port, In):
-            arrivals = port_plans[label].arrivals
-            port.live = replica.inbound[port.name] = _connect_in(replica, plan, endpoint, label, arrivals, sink=sink)
-            replica.trainers |= frozenset(_find_trainers(plan, port_plans[label]))
+            port_plan = port_plans[label]
+            port.live = replica.inbound[port.name] = _connect_in(replica, plan, endpoint, port_plan, sink=sink)
+            replica.trainers |= frozenset(_find_trainers(plan, port_plan))
+            if port_plan.derives:
+                _derive_at(replica, plan, label)
         elif isinstance(port, Out):
             port.live = replica.outbound[port.name] = _connect_out(replica, graph, plan, endpoint, port_plans[label])
         elif isinstance(port, Call):
@@ -306,7 +326,23 @@ def _find_trainers(plan: Plan, port_plan: PortPlan) -> tuple[str, ...]:
     return port_plan.trainers if plan.trainers else ("",)
 
 
-def _connect_in(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arrivals: int, *, sink: bool) -> Inbound:
+def _derive_at(replica: Replica, plan: Plan, label: str) -> None:
+    """Let the node derive samples from what arrives at the In port `label`."""
+    own, numbers = replica.node.facts().derives, plan.numbers
+    derived = DerivedSamples(
+        replica,
+        label,
+        own,
+        DerivedNumbers(numbers.group_size, numbers.derives),
+        seed=replica.place.seed,
+        commit=replica.commit_derived,
+    )
+    replica.context.derived = derived
+    replica.open_items.finish_derived = derived.finish_derived
+
+
+def _connect_in(replica: Replica, plan: Plan, endpoint: Endpoint, port_plan: PortPlan, *, sink: bool) -> Inbound:
+    label = port_plan.name
     inbox = Inbox(label)
     for lane in plan.lanes:
         if lane.consumer == replica.place.replica_id and lane.edge.endswith(f" -> {label}"):
@@ -315,7 +351,7 @@ def _connect_in(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, ar
     away = label.partition(".")[2] in replica.node.facts().without_devices
     lease = Lease("", replica.place.replica_id, endpoint) if away else replica.lease
     services = (replica.open_items, replica.activity, replica, lease)
-    return Inbound(label, inbox, *services, sink=sink, arrivals=arrivals)
+    return Inbound(label, inbox, *services, sink=sink, arrivals=port_plan.arrivals, members=port_plan.members)
 
 
 def _connect_out(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint, port_plan: PortPlan) -> Outbound:

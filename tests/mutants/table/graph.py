@@ -77,4 +77,20 @@ MUTANTS = (
         after="sum(sizes) for sizes in by_lease.values()",
         test="tests/graph/test_graph_memory.py::test_every_device_says_who_is_there_when",
     ),
+    Mutant(
+        name="derived_counted_unevenly",
+        fault="ways past a deriving node and around it meet where samples are counted",
+        function="_uneven_problems",
+        before="if len(paths) > 1:",
+        after="if len(paths) > 2:",
+        test="tests/graph/test_derived_check.py::test_where_samples_are_counted_all_have_come_past_the_same_deriving_nodes",
+    ),
+    Mutant(
+        name="derived_of_derived_add_up",
+        fault="places of what is derived from derived samples are added, not multiplied",
+        function="Branches.num_members",
+        before="math.prod(1 + sum(",
+        after="1 + sum(sum(",
+        test="tests/graph/test_derived_check.py::test_what_is_derived_from_derived_samples_multiplies",
+    ),
 )

@@ -270,3 +270,57 @@ DAMAGES_OF_TWO = {
         "critic used sample g5/2 with 100 tokens trained, 2 stale and 0 masked, of 4 generated",
     ),
 }
+# Two samples are derived from g0/0, under the label branch.
+BRANCH = "WHERE sample_id = 'g0/0/branch.0'"
+DAMAGES_OF_DERIVED = {
+    "derived, but never admitted": (
+        [f"DELETE FROM samples {BRANCH}"],
+        "derived",
+        "sample g0/0/branch.0 was derived from g0/0, but never admitted",
+    ),
+    "derived from a sample of another group": (
+        [f"UPDATE derived SET parent_id = 'g1/0' {BRANCH}"],
+        "derived",
+        "sample g0/0/branch.0 of group g0 was derived from g1/0, which is no sample of this group",
+    ),
+    "derived with a number of an admitted sample": (
+        [f"UPDATE samples SET member = 0 {BRANCH}"],
+        "derived",
+        "sample g0/0/branch.0 has the number 0 in its group, and g0/0, from which it was derived, the number 0",
+    ),
+    "derived under another label": (
+        [f"UPDATE derived SET label = 'twig' {BRANCH}"],
+        "derived",
+        "sample g0/0/branch.0 is number 0 of those derived from g0/0 under twig, so its id has to be g0/0/twig.0",
+    ),
+    "derived with a gap": (
+        [f"DELETE FROM derived {BRANCH}"],
+        "derived",
+        "1 samples were derived from g0/0 under branch, numbered 1 to 1",
+    ),
+    "derived more often than declared": (
+        ["""UPDATE incarnations SET derives = '{"branch": 1}'"""],
+        "derived",
+        "2 samples were derived from g0/0 under branch, but the graph derives 1 at most",
+    ),
+    "derived, but not declared": (
+        ["UPDATE incarnations SET derives = '{}'"],
+        "derived",
+        "2 samples were derived from g0/0 under branch, but the graph derives 0 at most",
+    ),
+    "a derived sample that was admitted": (
+        [f"DELETE FROM derived {BRANCH}"],
+        "groups",
+        "group g0 was admitted with 4 samples, but the graph's groups have 3",
+    ),
+    "a branch trained twice": (
+        [f"INSERT INTO uses SELECT sample_id, trainer, 1, 2, tokens, 0, 0, 0 FROM uses {BRANCH}"],
+        "uses",
+        "sample g0/0/branch.0 was used 2 times by trainer: its tokens are trained more than once",
+    ),
+    "a changed token in a branch": (
+        [f"UPDATE spans SET digest = 'x' {BRANCH}"],
+        "spans",
+        "of sample g0/0/branch.0 after its first 5 at step 1, and no request sampled exactly these tokens",
+    ),
+}

@@ -54,6 +54,15 @@ def prompts(group: int | str, size: int = MEMBERS) -> list[Prompt]:
     return [Prompt(f"{name}/{m}", name, f"p{group}", 0, m, size, 1, "1+1=", tokens) for m in range(size)]
 
 
+def derived(parent: Prompt | Sample, number: int, label: str = "branch", most: int = 2) -> list[Prompt]:
+    """Samples derived from one of a group of MEMBERS, where one label derives `most`."""
+    first = MEMBERS + parent.member * most
+    tokens = np.arange(5, dtype=np.int32)
+    ids = {name: getattr(parent, name) for name in ("group_id", "prompt_id", "epoch", "group_size")}
+    more: dict[str, Any] = {**ids, "seed": 1, "text": "1+1=", "token_ids": tokens, "parent_id": parent.sample_id}
+    return [Prompt(sample_id=f"{parent.sample_id}/{label}.{i}", member=first + i, **more) for i in range(number)]
+
+
 def sample(prompt: Prompt, versions: Sequence[int], *, reward: float = 1.0, generator: str = "generator/0") -> Scored:
     """A scored rollout with one policy token for each of `versions`."""
     num_prompt, num = len(prompt.token_ids), len(versions)
@@ -73,7 +82,7 @@ def sample(prompt: Prompt, versions: Sequence[int], *, reward: float = 1.0, gene
     )
 
 
-IDS = ("sample_id", "group_id", "prompt_id", "epoch", "member", "group_size")
+IDS = ("sample_id", "group_id", "prompt_id", "epoch", "member", "group_size", "parent_id")
 
 
 def lost(of: Sample | Prompt, state: str, reason: str, tokens: int = 0) -> Tombstone:
@@ -92,6 +101,7 @@ class SmallRun:
     resume: bool = False
     generators: tuple[str, ...] = ("generator/0",)
     wire: Wire = field(default_factory=Wire)
+    derives: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = {
@@ -102,6 +112,7 @@ class SmallRun:
             "group_size": MEMBERS,
             "trainers": [POLICY],
             "own_clock": [],
+            "derives": self.derives,
         }
         (self.directory / "graph.json").write_text(json.dumps(numbers))
         tickets = Tickets(
@@ -187,6 +198,33 @@ async def whole_run(directory: Path, seed: int = 0) -> None:
     run.evaluate("before", 0)
     await run.train()
     run.evaluate("after", run.version)
+    run.close()
+
+
+async def derived_run(directory: Path, seed: int = 0, steps: int = 3) -> None:
+    """Up to two samples are derived from each that was sampled; one of them may fail, and some groups are given up."""
+    run = SmallRun(directory, seed=seed, steps=steps, derives={"branch": 2})
+    for step in range(steps):
+        batch: list[Scored] = []
+        for group in (2 * step, 2 * step + 1):
+            await run.admit(group)
+            trunks = run.generate(group)
+            if group == 3:  # another node gives the group up while one derives
+                run.client.lost(Tombstone(trunks[0].group_id, -1, "dropped", "given_up", "reward/0"))
+            for trunk in trunks:
+                made = derived(trunk, 2 if trunk.member == 0 else run.rng.randint(0, 2))
+                if made:
+                    await run.client.derive(trunk.sample_id, "branch", made, trainers=[POLICY])
+                for one in made:
+                    if run.rng.random() < 0.2:
+                        run.client.lost(lost(one, "failed", "timeout"))
+                    else:
+                        branch = sample(one, [run.version] * run.rng.randint(1, 5))
+                        run.client.generated(branch)
+                        run.client.scored(branch)
+                        batch += [branch] if group != 3 else []
+                batch += [trunk] if group != 3 else []
+        run.step(batch)
     run.close()
 
 

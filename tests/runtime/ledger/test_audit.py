@@ -22,9 +22,9 @@ from flowrl.runtime.audit.audit_rules import CHECKS
 from flowrl.runtime.ledger.ledger import Ledger
 from flowrl.runtime.ledger.ledger_file import LEDGER, Terms, describe_unreadable
 from flowrl.runtime.telemetry.metrics import read_lines
-from tests.runtime.ledger.audit_damages import DAMAGES, DAMAGES_OF_TWO
+from tests.runtime.ledger.audit_damages import DAMAGES, DAMAGES_OF_DERIVED, DAMAGES_OF_TWO
 from tests.runtime.ledger.request_damages import REQUEST_DAMAGES
-from tests.runtime.ledger.small_run import two_trainers, whole_run
+from tests.runtime.ledger.small_run import derived_run, two_trainers, whole_run
 
 OF_TWO = DAMAGES_OF_TWO | REQUEST_DAMAGES
 
@@ -94,8 +94,10 @@ def test_each_damage_with_two_trainers_is_named(two: Path, tmp_path: Path, name:
 
 def test_every_check_is_set_off_by_some_damage(sound: Path, two: Path, tmp_path: Path) -> None:
     """One that nothing sets off would be one that cannot fail."""
-    texts = set()
-    for base, damages in ((sound, DAMAGES), (two, OF_TWO)):
+    texts, derived = set(), tmp_path / "derived"
+    derived.mkdir()
+    asyncio.run(derived_run(derived))
+    for base, damages in ((sound, DAMAGES), (two, OF_TWO), (derived, DAMAGES_OF_DERIVED)):
         for name, (statements, _, _) in damages.items():
             copy = Path(shutil.copytree(base, tmp_path / f"{base.name} {name}"))
             damage(copy, *statements)
@@ -262,7 +264,7 @@ def test_a_run_that_still_goes_on_can_be_audited(run_dir: Path) -> None:
         assert audit(run_dir).ok
 
 
-OLD = "is a ledger of format 0, and this flowrl reads format 3; audit and resume that run with the flowrl that wrote it"
+OLD = "is a ledger of format 0, and this flowrl reads format 4; audit and resume that run with the flowrl that wrote it"
 
 
 def make_old(path: Path) -> None:
