@@ -20,6 +20,7 @@ from flowrl.errors import ConfigError
 from flowrl.machine.orphans import has_ended
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.residence import Residence
+from flowrl.training.engine.zero import sharded_loading
 from flowrl.training.memory import SCORING_LIVE
 from flowrl.training.model.row_layout import require_trees
 from flowrl.training.model.value_model import ScalarModel
@@ -35,7 +36,6 @@ class Shard:
         device = torch.device(start.device, 0) if start.device == "cuda" else torch.device("cpu")
         self.gang = Gang.meet_ranks(start.rank, start.size, start.address, device)
         import deepspeed
-        from transformers.integrations import HfDeepSpeedConfig
 
         config = {  # ZeRO-3 without an optimizer; small parameters are sharded too
             "train_micro_batch_size_per_gpu": 1,
@@ -49,9 +49,8 @@ class Shard:
                 "stage3_prefetch_bucket_size": PREFETCHED_ELEMENTS,
             },
         }
-        sharded = HfDeepSpeedConfig(config)  # while it exists, every weight is sharded as it is loaded
-        model = start.load.load_model(tries=False)
-        del sharded
+        with sharded_loading(config):
+            model = start.load.load_model(tries=False)
         self._engine, *_ = deepspeed.initialize(model=model, config=config)
         self.model: Any = self._engine.module.eval()
         self._residence = Residence(self._engine, device)

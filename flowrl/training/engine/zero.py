@@ -26,9 +26,10 @@ shard is moved to its place.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,11 +109,54 @@ from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
 BUCKET_ELEMENTS = 50_000_000
 
 
-def sharded_loading(config: dict[str, Any]) -> object:
-    """Return an object; while it exists, transformers shards every weight as it loads it."""
+@contextmanager
+def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
+    """Within this context transformers shards every weight as it loads it, one parameter at a time."""
+    from transformers import modeling_utils
     from transformers.integrations import HfDeepSpeedConfig
 
-    return HfDeepSpeedConfig(config)
+    load_all = modeling_utils._load_state_dict_into_zero3_model
+    modeling_utils._load_state_dict_into_zero3_model = functools.partial(_load_by_parameter, load_all)
+    sharded = HfDeepSpeedConfig(config)  # transformers shards while this object exists
+    try:
+        yield
+    finally:
+        modeling_utils._load_state_dict_into_zero3_model = load_all
+        del sharded
+
+
+def _load_by_parameter(
+    load_all: Callable[..., tuple[list[str], set[str]]], model: Any, tensors: dict[str, Tensor], load_config: Any = None
+) -> tuple[list[str], set[str]]:
+    """(errors, names of parameters for which nothing was found) of `load_all`, in pieces.
+
+    Files have a tensor for each expert, the model one for all experts of a layer. transformers makes these for all
+    layers at once, and in every rank. Here one exists at a time, and only in rank 0, whose values are used.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = getattr(load_config, "weight_mapping", None) or []
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    if not converters:
+        return load_all(model, tensors, load_config)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    known, first = model.state_dict(), torch.distributed.get_rank() == 0
+    plain: dict[str, Tensor] = {}
+    made_from: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        parameter, source = rename_source_key(
+            name, renamings, converters, base_model_prefix=model.base_model_prefix, meta_state_dict=known
+        )
+        if source is None:
+            plain[name] = tensor
+        else:
+            shaped = tensor if first else torch.empty_like(tensor, device="meta")
+            made_from.setdefault(parameter, {})[name] = shaped
+    errors, missing = load_all(model, plain, load_config)
+    for sources in made_from.values():
+        found, absent = load_all(model, sources, load_config)
+        errors, missing = errors + found, missing & absent
+    return errors, missing
 
 
 def deepspeed_config(settings: ZeroSettings, num_ranks: int) -> dict[str, Any]:
@@ -208,8 +252,6 @@ class ZeroEngine:
         self._stage: int = config["zero_optimization"]["stage"]
         if settings.nvme_path:
             build_async_io()
-        # While this object exists, from_pretrained shards every weight as it loads it.
-        sharded = sharded_loading(config) if self._stage == 3 else None
         options: dict[str, Any] = {
             "dtype": settings.dtype,
             "attention": attention,
@@ -219,13 +261,13 @@ class ZeroEngine:
             "layout": trees.layout,
             "tries": False,
         }
-        if head == "scalar":
-            self.model = load_scalar_model(path, start=start, seed=torch.initial_seed(), **options)
-        else:
-            self.model = load_policy_model(path, **options)
+        with sharded_loading(config) if self._stage == 3 else nullcontext():
+            if head == "scalar":
+                self.model = load_scalar_model(path, start=start, seed=torch.initial_seed(), **options)
+            else:
+                self.model = load_policy_model(path, **options)
         if balanced and isinstance(self.model, PolicyModel):
             self.model.balance = find_balance(self.model.network)
-        del sharded
         if gang.sequence is not None:
             make_exchanging(self.model.network.config._attn_implementation)
         if self._stage == 3:

@@ -10,6 +10,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import deepspeed
+import torch
+from torch import Tensor, nn
+
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import deepspeed_config, sharded_loading
 from flowrl.training.model.policy_model import load_policy_model
@@ -45,15 +49,26 @@ class Highest:
             self.most = max(self.most, private_bytes())
 
 
+def sums_of(model: nn.Module) -> dict[str, float]:
+    """For each parameter of a sharded model, a sum that depends on the place of every value."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[name.removeprefix("causal_lm.")] = weighted_sum(parameter)
+    return found
+
+
+def weighted_sum(tensor: Tensor) -> float:
+    return float((tensor.detach().flatten().double() * torch.arange(1, tensor.numel() + 1)).sum())
+
+
 def load(gang: Gang, directory: Path, arguments: Sequence[str]) -> None:
     settings = ZeroSettings(stage=3, dtype="float32")
     load_policy_model(directory / "small", layout="rows", tries=False)  # what the first model imports
-    with Highest() as highest:
-        sharded = sharded_loading(deepspeed_config(settings, gang.size))
+    with Highest() as highest, sharded_loading(deepspeed_config(settings, gang.size)):
         model = load_policy_model(directory / "model", layout="rows", tries=False)
-        del sharded
     held = sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for p in model.parameters())  # type: ignore[attr-defined]
-    found = {"held": held, "most": highest.most - highest.before}
+    found = {"held": held, "most": highest.most - highest.before, "sums": sums_of(model)}
     (directory / f"loading-{gang.rank}.json").write_text(json.dumps(found))
 
 
