@@ -216,7 +216,7 @@ def assert_kernels_have_the_scales(layers: Experts, config: Any) -> None:
 
 def test_through_host_memory(kind: Any, config: Any) -> None:
     """The engine of ours, which tcp uses, too; a version that lacks a tensor is still noticed."""
-    from flowrl.weights.vllm_process.segment_engine import SharedMemoryEngine
+    from flowrl.weights.vllm_process.segment_engine import SharedMemoryEngine, all_loaded
 
     layers, source = loaded(kind, config, 0), Source(kind.SHAPES)
     engine = SharedMemoryEngine(config.vllm.weight_transfer_config, config.vllm, torch.device("cpu"), layers)
@@ -224,8 +224,9 @@ def test_through_host_memory(kind: Any, config: Any) -> None:
     try:
         for source.version in (1, 2):
             fetched = SegmentReceiver("fp8").fetch_version(published(publisher, source.version))
-            engine.start_weight_update()
-            engine.update_weights(dict(fetched.update))
+            with all_loaded(layers):
+                engine.start_weight_update()
+                engine.update_weights(dict(fetched.update))
             engine.finish_weight_update()
             fetched.close()
             assert_equal_to_a_fresh_load(layers, config, source.version)
@@ -233,18 +234,25 @@ def test_through_host_memory(kind: Any, config: Any) -> None:
                 assert_kernels_have_the_scales(layers, config)
         assert all(parameter is kept[name] for name, parameter in layers.named_parameters()), "graphs refer to them"
         less = {**fetched.update, "tensors": [row for row in fetched.update["tensors"] if row[0] != "norm"]}
-        engine.start_weight_update()
-        with pytest.raises(ValueError, match=r"lacks 1 of the model's parameters, among them \['norm'\]"):
+        with (
+            pytest.raises(ValueError, match=r"lacks 1 of the model's parameters, among them \['norm'\]"),
+            all_loaded(layers),
+        ):
+            engine.start_weight_update()
             engine.update_weights(less)
     finally:
         publisher.close()
 
 
 def test_over_nccl(kind: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's sender and receiver with a group that records; buffers end between matrices that share a layer."""
+    """vLLM's sender and receiver with a group that records; buffers end between matrices that share a layer.
+
+    That a parameter has not arrived is noticed.
+    """
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferEngine
 
     from flowrl.weights import device
+    from flowrl.weights.vllm_process.segment_engine import all_loaded
 
     on_a_cpu(monkeypatch)
     layers, source, size = loaded(kind, config, 0), Source(kind.SHAPES), 2 * HIDDEN * HIDDEN + 1
@@ -260,11 +268,23 @@ def test_over_nccl(kind: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> N
         receiver.model_update_group = RepeatingGroup(group.sent)
         rows = [device.describe_tensor(meta) for meta in stream.metadata()]
         info = {"names": [row[0] for row in rows], "dtype_names": [row[1] for row in rows]}
-        receiver.start_weight_update()
-        receiver.receive_weights(receiver.parse_update_info({**info, "shapes": [list(row[2]) for row in rows]}))
+        info["shapes"] = [list(row[2]) for row in rows]
+        with all_loaded(layers):
+            receiver.start_weight_update()
+            receiver.receive_weights(receiver.parse_update_info(info))
         receiver.finish_weight_update()
         assert len(group.sent) > 3
         assert_equal_to_a_fresh_load(layers, config, source.version)
+    receiver.packed = False
+    lacking = f"lacks 1 of the model's parameters, among them .*{rows[-1][0]}"
+    receiver.model_update_group = RepeatingGroup([tensor for _, tensor in tensors_of(kind.SHAPES, 2).items()])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    with (
+        pytest.raises(ValueError, match=lacking),
+        all_loaded(layers),
+    ):
+        receiver.start_weight_update()
+        receiver.receive_weights(receiver.parse_update_info({name: values[:-1] for name, values in info.items()}))
 
 
 def test_vllm_does_not_update_weights_that_it_keeps_in_host_memory(config: Any) -> None:

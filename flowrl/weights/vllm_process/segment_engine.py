@@ -1,6 +1,6 @@
 """vLLM's weight transfer engine over shared memory, and what else runs inside vLLM's worker process.
 
-Importing this module changes nothing in vLLM; importing `vllm_worker` does. Three properties of vLLM 0.32 determine
+Importing this module changes nothing in vLLM; importing `vllm_worker` does. Four properties of vLLM 0.32 determine
 `SharedMemoryEngine`:
 
 - On CPU, linear layers keep a repacked copy of their weight. The layerwise reload rebuilds it, except
@@ -9,6 +9,9 @@ Importing this module changes nothing in vLLM; importing `vllm_worker` does. Thr
 - The base class synchronizes an accelerator, which raises an error on machines without one.
 - An fp8 engine quantizes a layer as soon as all of it has been loaded, and so does the layerwise reload. Published
   weights are in 16 bits or more; fp8 scales are made in this process, so no publisher has them.
+
+- On CPU, experts compute with packed weights too. vLLM packs them at the first load alone; at an update it
+  puts the plain weights in their place. `pack_experts_again` mends that.
 
 Two crashes of vLLM on CPU are prevented by `spare_discarded` and `keep_heads_plain`.
 """
@@ -96,8 +99,6 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mappings: dict[str, mmap.mmap] = {}
-        self._parameters = checkpoint_parameters(self.model)
-        """Names of the parameters that a publisher sends."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -111,13 +112,9 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        tensors = view_tensors(self._map_segment(update_info.segment), update_info.tensors, start=DATA_OFFSET)
-        missing = self._parameters - set(self.model.load_weights(tensors))
-        if missing:
-            raise ValueError(
-                f"the published version lacks {len(missing)} of the model's parameters, among them "
-                f"{sorted(missing)[:3]}: trainer and generator were given different models"
-            )
+        self.model.load_weights(
+            view_tensors(self._map_segment(update_info.segment), update_info.tensors, start=DATA_OFFSET)
+        )
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -134,6 +131,32 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             self._mappings[name] = segment.map_file()
             segment.close()
         return self._mappings[name]
+
+
+@contextmanager
+def all_loaded(model: Any) -> Iterator[None]:
+    """Within this context every parameter of the model has to be loaded, whichever transfer engine loads it.
+
+    Raises ValueError at the end if some were not.
+    """
+    missing = checkpoint_parameters(model)
+    load_weights = model.load_weights
+
+    def load(weights: Any) -> Any:
+        loaded = load_weights(weights)
+        missing.difference_update(loaded)
+        return loaded
+
+    model.load_weights = load  # of this object alone: vLLM's engines call it once, or for every buffer that arrives
+    try:
+        yield
+    finally:
+        del model.load_weights
+    if missing:
+        raise ValueError(
+            f"the published version lacks {len(missing)} of the model's parameters, among them "
+            f"{sorted(missing)[:3]}: trainer and generator were given different models"
+        )
 
 
 def checkpoint_parameters(model: torch.nn.Module) -> set[str]:
@@ -157,6 +180,23 @@ def refresh_tied_heads(model: torch.nn.Module) -> int:
     for head in tied:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
     return len(tied)
+
+
+def pack_experts_again(method_class: Any) -> None:
+    """Make experts of this class of vLLM's pack their weights at every load; does nothing the second time."""
+    set_up_kernel = method_class._setup_kernel
+    if getattr(set_up_kernel, "packs_again", False):
+        return
+
+    @functools.wraps(set_up_kernel)
+    def set_up(method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        loaded_before = method.moe_kernel is not None
+        set_up_kernel(method, layer, *args, **kwargs)
+        if loaded_before:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    set_up.packs_again = True  # type: ignore[attr-defined]
+    method_class._setup_kernel = set_up
 
 
 def keep_heads_plain(wrapper: Any) -> None:

@@ -19,7 +19,9 @@ from flowrl.weights.receive import SEGMENT_ENGINE
 from flowrl.weights.vllm_process.engine_process import adopt_process, release_freed_memory
 from flowrl.weights.vllm_process.segment_engine import (
     SharedMemoryEngine,
+    all_loaded,
     keep_heads_plain,
+    pack_experts_again,
     register_adapter,
     spare_discarded,
 )
@@ -35,8 +37,9 @@ class WorkerExtension:
         """Start, load and finish one update; returns the seconds taken. A failure leaves the engine unusable."""
         began = time.perf_counter()
         first = not getattr(self, "has_weights", False)
-        self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights(update_info)  # type: ignore[attr-defined]
+        with all_loaded(self.weight_transfer_engine.model):  # type: ignore[attr-defined]
+            self.start_weight_update()  # type: ignore[attr-defined]
+            self.update_weights(update_info)  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
         if first:  # later updates use the same memory again, which then costs no page faults
             self.has_weights = True
@@ -54,8 +57,10 @@ if SEGMENT_ENGINE.name not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(SEGMENT_ENGINE.name, SharedMemoryEngine)
 if current_platform.is_cpu():
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    pack_experts_again(UnquantizedFusedMoEMethod)
     spare_discarded(GPUModelRunner)
     keep_heads_plain(PunicaWrapperCPU)
 adopt_process()

@@ -70,6 +70,22 @@ MUTANTS = (
         test="tests/weights/test_weights_routes.py::test_tensors_are_copied_between_synchronizations",
     ),
     Mutant(
+        name="arrivals_are_not_counted",
+        fault="a version that lacks a parameter is taken",
+        function="all_loaded",
+        before="if missing:",
+        after="if False:",
+        test="tests/stack/test_fp8_layers.py::test_over_nccl[Layers-fp8]",
+    ),
+    Mutant(
+        name="experts_are_packed_once",
+        fault="experts on a CPU compute with weights that an update has not packed",
+        function="pack_experts_again.set_up",
+        before="if loaded_before:",
+        after="if False:",
+        test="tests/stack/test_experts_stack.py::test_experts_of_an_engine_on_a_cpu_follow_every_update",
+    ),
+    Mutant(
         name="scales_are_missed",
         fault="the scales that layers make themselves are missed in an update",
         function="checkpoint_parameters",
