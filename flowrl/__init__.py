@@ -9,10 +9,11 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.graph import Graph
 from flowrl.graph.machine import Cluster, Machine
 from flowrl.graph.node import Facts, Node
-from flowrl.graph.ports import Call, In, Join, Members, Out, Serve, join
+from flowrl.graph.ports import Ask, Call, In, Join, Members, Out, Serve, join
 from flowrl.messages import Batch, Column, Group, Message, Prompt, Sample, Scored, Tombstone, Trainable, Weights
 
 __all__ = [
+    "Ask",
     "Batch",
     "Call",
     "Cluster",

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 from flowrl.messages import Weights
+from flowrl.messages.sampling import Sampling
 from flowrl.models import Policy, resolve
 from flowrl.models.model_files import stored_dtype
 from flowrl.nodes.engine_options import Engine
 from flowrl.nodes.generation.responses import UpdateGate, WeightUpdates
 from flowrl.nodes.generation.vllm_sampler import VllmSampler
-from flowrl.nodes.sampling import Sampling
 from flowrl.weights.receive import SegmentReceiver
 
 RUN_ID = "benchmark"

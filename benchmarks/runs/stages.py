@@ -184,7 +184,7 @@ def sampled(prompt: Prompt, version: int, generator: str) -> Sample:
     """The rollout of a prompt, without content."""
     length = PROMPT_TOKENS + RESPONSE_TOKENS
     mask = np.arange(length) >= PROMPT_TOKENS
-    return Sample.of(
+    return Sample.of_prompt(
         prompt,
         prompt_text="",
         response_text="",

@@ -299,3 +299,22 @@ class ChatTemplate:
         while mark in text:
             mark += "q"
         return mark
+
+
+class Templates:
+    """The chat templates of one tokenizer, one for each set of tools."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[str, ChatTemplate] = {}
+
+    def decode_text(self, token_ids: Int32) -> str:
+        """The text of ids, special tokens included."""
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        """The chat template with these tools. Raises ConfigError if the template's boundaries cannot be found."""
+        key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
+        if key not in self._known:
+            self._known[key] = ChatTemplate(self.tokenizer, tuple(tools))
+        return self._known[key]

@@ -243,7 +243,7 @@ def port_name(port: Port) -> str:
 
 def a_kind(kind: type[Port]) -> str:
     """ "an In", "a Call" """
-    return f"{'an' if kind in (In, Out) else 'a'} {kind.__name__}"
+    return f"{'an' if kind.__name__[0] in 'AIO' else 'a'} {kind.__name__}"
 
 
 def _edge_verb(edge: Edge) -> str:

@@ -80,7 +80,7 @@ NVLINK = 10
 """Closeness of GPUs connected by NVLink, to which the number of its lanes is added."""
 QUERY = ("--query-gpu=index,uuid,name,pci.bus_id", "--format=csv,noheader")
 
-Ask = Callable[..., str | None]
+RunTool = Callable[..., str | None]
 """ask(arguments) -> what nvidia-smi prints; None: it prints nothing."""
 
 
@@ -152,7 +152,9 @@ def links_here(visible: str | None) -> GpuLinks | None:
     return read_links(visible, ask_nvidia_smi, ordered=os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
 
 
-def read_links(visible: str | None, ask: Ask, *, ordered: bool = False, sysfs: Path = Path("/sys")) -> GpuLinks | None:
+def read_links(
+    visible: str | None, ask: RunTool, *, ordered: bool = False, sysfs: Path = Path("/sys")
+) -> GpuLinks | None:
     """Like `links_here`. `ordered`: CUDA numbers its devices as nvidia-smi does, even if the cards differ."""
     links = parse_links(ask("topo", "-m") or "")
     cards = _gpu_cards(ask(*QUERY))

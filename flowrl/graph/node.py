@@ -42,7 +42,7 @@ from typing import (
 )
 
 from flowrl.graph.annotations import declared_types
-from flowrl.graph.ports import Call, In, Out, Port, Serve
+from flowrl.graph.ports import Ask, Call, In, Out, Port, Serve
 from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Column, Prompt, Sample
 
@@ -187,6 +187,10 @@ class Facts:
     """The least compute capability that each GPU of the node has to have."""
     cpu_flags: frozenset[str] = frozenset()
     """Without GPUs: flags, by the kernel's names, of which the node's CPU needs one or more for its KV cache in fp8."""
+    asks_schema: bool = False
+    """Nodes with an Ask port: whether they ask with a schema."""
+    takes_schema: bool = False
+    """Generators: whether they can force a reply into a schema."""
     stands_in: bool = False
     """Servers: each replica can answer the requests of another replica whose process has died (`analysis.stand_ins`).
     For a turn that is not held out, it reports the request before it answers (`context.ledger.request`)."""
@@ -306,7 +310,8 @@ class Context(Protocol):
 @functools.cache
 def _port_hints(kind: type[Node]) -> Mapping[str, Any]:
     """The ports that a node class declares. Cached: reading annotations is most of the cost of making a node."""
-    return {name: hint for name, hint in declared_types(kind).items() if get_origin(hint) in PORT_KINDS}
+    hints = declared_types(kind).items()
+    return {name: hint for name, hint in hints if get_origin(hint) in PORT_KINDS or hint is Ask}
 
 
 @dataclass(frozen=True)
@@ -346,7 +351,7 @@ class Node:
         node = super().__new__(cls)
         ports: dict[str, Port] = {}
         for name, hint in _port_hints(cls).items():  # type: ignore[arg-type]  # a class can be hashed
-            ports[name] = get_origin(hint)(node, name, get_args(hint))
+            ports[name] = Ask(node, name) if hint is Ask else get_origin(hint)(node, name, get_args(hint))
             setattr(node, name, ports[name])
         node.ports = ports
         return node

@@ -14,12 +14,16 @@ the node, unless the node has no out port.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, overload
 
+import numpy as np
+
 from flowrl.errors import FlowrlError
-from flowrl.messages import Message, Prompt, Record, Tombstone
+from flowrl.messages import Int32, Message, Prompt, Record, Sample, Tombstone
+from flowrl.messages.episode import Reply, Turn
+from flowrl.messages.sampling import ReplySchema, Sampling
 
 T = TypeVar("T", bound=Message)
 T_co = TypeVar("T_co", bound=Message, covariant=True)
@@ -78,6 +82,29 @@ class LiveOut(Protocol):
     @property
     def num_unfinished(self) -> int: ...
     def close(self) -> None: ...
+
+
+class LiveAsk(Protocol):
+    """The live side that the host attaches to an Ask port."""
+
+    async def ask(self, question: PolicyQuestion) -> Reply: ...
+    async def ask_turn(self, turn: Turn) -> Reply: ...
+    def make_sample(self, prompt: Prompt, replies: Sequence[Reply], content: Mapping[str, object]) -> Sample: ...
+    def forget(self, session: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class PolicyQuestion:
+    """What `Ask.ask` was given: token ids, or messages, which follow the ids if both are there."""
+
+    messages: tuple[Mapping[str, object], ...]
+    token_ids: Int32 | None
+    after: Reply | None
+    sample: Prompt | None
+    trained: bool
+    sampling: Sampling | None
+    schema: ReplySchema | None
+    tools: tuple[Mapping[str, object], ...]
 
 
 class Port:
@@ -285,6 +312,66 @@ class Call(Port, Generic[Req, Rep]):
     def forget(self, session: str) -> None:
         """The session has ended: the next request under this name begins a new one."""
         self.live.forget(session)
+
+
+class Ask(Call[Turn, Reply]):
+    """Asks a policy. Declare it as `policy: Ask`, and connect it by `g.call(node.policy, generator.turns)`.
+
+    Each ask waits for its place by the ticket of the item that it is made for, the oldest first; those of one item go
+    to one replica, which has their common prefix in its cache. A checkpoint keeps the replies for items that are not
+    finished: when a resumed run begins the item again, the same asks get the same replies at once.
+    """
+
+    live: LiveAsk
+
+    def __init__(self, node: object, name: str) -> None:
+        super().__init__(node, name, (Turn, Reply))
+
+    async def ask(
+        self,
+        asked: str | Sequence[Mapping[str, object]] | Int32,
+        *,
+        trained: bool = False,
+        sampling: Sampling | None = None,
+        schema: ReplySchema | Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+        after: Reply | None = None,
+        sample: Prompt | None = None,
+    ) -> Reply:
+        """The policy's reply to messages (a text is one message of the user), or its continuation of token ids.
+
+        With `after`, the messages follow that reply: the context is its own, token by token, and what the chat template
+        writes between. `sampling` replaces the generator's own. A `schema` (a mapping is a JSON schema) forces the
+        reply's form. `tools` are those that the policy may call.
+
+        With `trained`, the tokens are booked for the sample of the current item, which is a Prompt, or for `sample`;
+        `make_sample` makes it of the replies. Otherwise the tokens are counted apart and belong to no sample.
+
+        Cancelling this cancels the request. Raises SampleFailed if the generator refuses it, such as a context that is
+        too long, and FlowrlError for what the ledger could not prove.
+        """
+        said: Sequence[Mapping[str, object]] = ()
+        if isinstance(asked, str):
+            said = ({"role": "user", "content": asked},)
+        elif not isinstance(asked, np.ndarray):
+            said = asked
+        ids = asked if isinstance(asked, np.ndarray) else None
+        form = ReplySchema(json=schema) if isinstance(schema, Mapping) else schema
+        told = (tuple(said), ids, after, sample, trained, sampling, form, tuple(tools))
+        return await self.live.ask(PolicyQuestion(*told))
+
+    def make_sample(self, prompt: Prompt, replies: Sequence[Reply], **content: object) -> Sample:
+        """The sample of `prompt` that consists of these replies; `content` sets further fields of `Sample`.
+
+        A reply whose context continues an earlier reply's sequence is added to it, any other begins a further sequence
+        (`Sample.branches`). The ledger gets the sample as an episode of this node. Replies that were asked for the
+        prompt and are left out are booked as redone. Call it once for each prompt.
+        """
+        return self.live.make_sample(prompt, replies, content)
+
+    async def ask_turn(self, turn: Turn) -> Reply:
+        """The reply to a turn of an episode, which the caller has numbered. A cancelled turn is booked as abandoned."""
+        return await self.live.ask_turn(turn)
 
 
 class Serve(Port, Generic[Req, Rep]):

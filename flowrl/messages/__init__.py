@@ -12,6 +12,8 @@ Array axes: T tokens of one sample, prompt included.
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -24,6 +26,7 @@ from flowrl.errors import FlowrlError
 from flowrl.messages import packing
 from flowrl.messages.base import Column as Column
 from flowrl.messages.base import Message as Message
+from flowrl.messages.base import node_context
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -212,7 +215,7 @@ class Sample(Message):
         return _label_of(self)
 
     @classmethod
-    def of(cls, prompt: Prompt, **content: Any) -> Self:
+    def of_prompt(cls, prompt: Prompt, **content: Any) -> Self:
         """The rollout of a prompt: member of its group, with its columns and text unless `content` has others.
 
         `content` are the other fields by name.
@@ -338,6 +341,20 @@ class Scored(Sample):
     seat_rewards: tuple[tuple[int, float], ...] = ()
     """(seat, its reward after shaping) of each seat that the policy has played, also of one without a turn."""
 
+    @classmethod
+    def of(cls, sample: Sample, reward: float, raw_reward: float | None = None, /, **parts: float) -> Scored:
+        """`sample` with its reward, and the `parts` that are logged by name; the ledger learns it from the node that
+        calls this.
+
+        Without a `raw_reward`, the reward was not shaped.
+        """
+        fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
+        raw = reward if raw_reward is None else raw_reward
+        made = Scored(**fields, reward=reward, raw_reward=raw, reward_parts=parts, scored_s=time.time())
+        if (context := node_context.get()) is not None:
+            context.ledger.scored(made)
+        return made
+
 
 @dataclass(frozen=True)
 class Mismatched(Message):
@@ -375,6 +392,37 @@ class Trainable(Scored):
     """Samples of one batch with the same non-empty pair are neighbours and stay together."""
     mismatched: Mismatched | None = None
     """This sample's prompt with another row's completion."""
+
+    @classmethod
+    def of(  # type: ignore[override]
+        cls, scored: Scored, advantages: npt.ArrayLike | None = None, /, *, returns: npt.ArrayLike | None = None
+    ) -> Trainable:
+        """`scored` with its advantages: one number for all policy tokens, or an array over the tokens of all sequences.
+
+        What is left of a longer array is padding. None: a later node has them. Raises FlowrlError for a shorter array.
+        """
+
+        def per_token(values: npt.ArrayLike) -> Float32:
+            array = np.asarray(values, np.float32)
+            if array.ndim == 0:
+                return scored.whole_mask * array
+            if array.ndim != 1 or array.size < scored.num_tokens:
+                raise FlowrlError(
+                    f"sample {scored.sample_id!r} has {scored.num_tokens} tokens, but was given an array of the shape "
+                    f"{array.shape}; give a number for each token of all sequences, or one number"
+                )
+            return array[: scored.num_tokens]
+
+        made = {field.name: getattr(scored, field.name) for field in dataclasses.fields(Scored)}
+        loss_mask = scored.loss_mask if isinstance(scored, Trainable) else None
+        if getattr(scored, "masked", False):  # an episode that stays out of the loss
+            loss_mask = np.zeros(scored.num_tokens, np.bool_)
+        return Trainable(
+            **made,
+            advantages=no_logprobs() if advantages is None else per_token(advantages),
+            returns=None if returns is None else per_token(returns),
+            loss_mask=loss_mask,
+        )
 
     @property
     def pass_tokens(self) -> int:

@@ -16,11 +16,12 @@ import dataclasses
 import hashlib
 import math
 import sys
+from contextvars import ContextVar
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,16 @@ _registry: dict[str, type[Message]] = {}
 """Every message class of this process, by `type_name`; if several classes share a name, the newest."""
 _modules: dict[str, str] = {}
 """Module names that differ between processes -> the stable name that type names use instead."""
+
+
+class ReportsToLedger(Protocol):
+    """A node's context, as far as messages need it."""
+
+    ledger: Any
+
+
+node_context: ContextVar[ReportsToLedger | None] = ContextVar("flowrl_node_context", default=None)
+"""The context of the node whose code runs now; None outside of nodes, and in threads."""
 COLUMN_DTYPES = (
     "bool",
     *(f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in ("int", "uint")),

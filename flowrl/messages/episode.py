@@ -1,4 +1,4 @@
-"""The messages of episodes: the requests of environments to generators, the replies, and the finished episodes.
+"""The messages between those who ask a policy and its generators, and the episodes that are made of replies.
 
 Array axes: T tokens of an episode, N sampled tokens of a reply.
 """
@@ -6,13 +6,19 @@ Array axes: T tokens of an episode, N sampled tokens of a reply.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from flowrl.messages import Float32, Int32, Message, Prompt, Record, Sample, Scored, no_ids, no_logprobs
+from flowrl.errors import FlowrlError
+from flowrl.messages import Branch, Column, Float32, Int32, Message, Prompt, Record, Sample, Scored, no_ids, no_logprobs
+from flowrl.messages.sampling import ReplySchema, Sampling
+
+LAST_PLACE = 1 << 30
+"""The priority of requests without a ticket; those under a ticket come first, the oldest ticket before all."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Episode(Scored):
 
 @dataclass(frozen=True)
 class Turn(Message):
-    """A request of an episode to a generator: continue `token_ids` with one reply."""
+    """A request to a generator: continue `token_ids`, or answer `messages`, with one reply."""
 
     request_id: str
     """Unique within the run."""
@@ -55,9 +61,9 @@ class Turn(Message):
     ticket: int
     """The group's ticket: smaller tickets are served first. -1 for held-out episodes, which come last."""
     seed: int
-    """Seed of the sampler: a hash of the sample's seed, the attempt, the turn, and whether an opponent is asked."""
+    """Seed of the sampler: a hash that no other request of the run has."""
     token_ids: Int32
-    """The whole context."""
+    """The whole context, or its beginning if there are `messages`."""
     max_tokens: int
     """Maximum number of tokens in the reply."""
     stop: tuple[str, ...] = ()
@@ -68,8 +74,21 @@ class Turn(Message):
     """The beginning of the reply, which was sampled before a checkpoint; these arrays are equally long."""
     prefix_logprobs: Float32 = field(default_factory=no_logprobs)
     prefix_versions: Int32 = field(default_factory=no_ids)
-    opponent: bool = False
-    """Whether an opponent of the policy is asked: its tokens count as the environment's, and are not booked."""
+    trained: bool = True
+    """Whether the reply is for training. Tokens of other replies (an opponent's, a judge's) are not booked."""
+    sampling: Sampling | None = None
+    """How the reply is sampled; None: as the generator samples for training, or for evaluation without a ticket."""
+    schema: ReplySchema | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """A conversation to answer, which the generator renders. After `token_ids`, the first message is the reply that
+    these end with."""
+    reply_tokens: int = 0
+    """Number of tokens at the end of `token_ids` that were sampled as the reply `messages[0]`."""
+
+    @property
+    def priority(self) -> int:
+        """The smaller number is served first."""
+        return self.ticket if self.ticket >= 0 else LAST_PLACE
 
 
 @dataclass(frozen=True)
@@ -97,6 +116,17 @@ class Reply(Message):
     """Seconds from its start in vLLM to its end."""
     generator: str
     """Node replica that answered, as "generator/0"."""
+    context_ids: Int32 = field(default_factory=no_ids)
+    """What the reply continues: made by the generator for a turn with `messages`, and by an Ask port for all."""
+    sample_id: str = ""
+    """Only from an Ask port: the sample that the tokens are booked for, "" for a reply that is not trained."""
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """By name, what the sampling asks for: entropy [N], top_logprobs [N, K] and top_token_ids [N, K]."""
+
+    @property
+    def text(self) -> str:
+        """The content of `message`."""
+        return str(self.message.get("content") or "")
 
     def as_sample(self, prompt: Prompt, text: str) -> Sample:
         """The rollout of `prompt`, whose `token_ids` were the turn's, with this reply as its response `text`.
@@ -104,7 +134,7 @@ class Reply(Message):
         Only the reply is the policy's: a prompt that begins with a part of another rollout has that part as context.
         """
         before, tokens = len(prompt.token_ids), len(self.token_ids)
-        return Sample.of(
+        return Sample.of_prompt(
             prompt,
             response_text=text,
             token_ids=np.concatenate([prompt.token_ids, self.token_ids]).astype(np.int32),
@@ -116,6 +146,108 @@ class Reply(Message):
             generator=self.generator,
             generated_s=time.time(),
         )
+
+
+def empty_reply(turn: Turn) -> Reply:
+    """The reply to a turn that was given up."""
+    return Reply(
+        request_id=turn.request_id,
+        token_ids=no_ids(),
+        behavior_logprobs=no_logprobs(),
+        versions=no_ids(),
+        finish_reason="",
+        message={},
+        malformed="",
+        cached_tokens=0,
+        queued_s=0.0,
+        generated_s=0.0,
+        generator="",
+    )
+
+
+def make_sample(prompt: Prompt, replies: Sequence[Reply], **content: Any) -> Sample:
+    """The sample that consists of `replies`, with their ids, logprobs and versions; `content` sets further fields.
+
+    A reply whose context begins with everything up to an earlier reply, and something more, continues that reply's
+    sequence; any other begins a sequence of its own. Raises FlowrlError for replies that were not asked for the prompt
+    with trained=True.
+    """
+    if not replies:
+        raise FlowrlError(f"sample {prompt.sample_id!r} was made of no replies; drop the prompt instead")
+    for reply in replies:
+        if reply.sample_id != prompt.sample_id:
+            asked = f"for sample {reply.sample_id!r}" if reply.sample_id else "with trained=False"
+            raise FlowrlError(
+                f"sample {prompt.sample_id!r} was made of the reply {reply.request_id!r}, which was asked {asked}; "
+                "make a sample of replies that were asked for it with trained=True"
+            )
+    if len({reply.request_id for reply in replies}) < len(replies):
+        raise FlowrlError(f"sample {prompt.sample_id!r} was made of one reply twice; name each reply once")
+    first, *further = join_replies(replies)
+    ids = replies[0].context_ids
+    fields: dict[str, Any] = {
+        "response_text": "".join(reply.text for reply in replies),
+        "prompt_tokens": ids.size,
+        "truncated": replies[-1].finish_reason != "stop",
+        "generator": replies[-1].generator,
+        "generated_s": time.time(),
+        "branches": tuple(further),
+    }
+    arrays = {name: getattr(first, name) for name in ("token_ids", "policy_mask", "behavior_logprobs", "versions")}
+    sample = Sample.of_prompt(prompt, **{**fields, **arrays, **content})
+    for column in COLUMNS_OF_REPLIES if all(reply.columns for reply in replies) else ():
+        if column in replies[0].columns:
+            ordered = (reply for parts in _order_replies(replies) for reply in parts)
+            values = np.concatenate([reply.columns[column] for reply in ordered])
+            whole = np.zeros((sample.num_tokens, *values.shape[1:]), values.dtype)
+            whole[sample.whole_mask] = values
+            sample = sample.with_column(Column(column, str(values.dtype), values.shape[1:]), whole)
+    return sample
+
+
+COLUMNS_OF_REPLIES = ("entropy", "top_logprobs", "top_token_ids")
+
+
+def join_replies(replies: Sequence[Reply]) -> list[Branch]:
+    """The sequences of replies, in the order of their beginnings."""
+    return [_join_sequence(parts) for parts in _order_replies(replies)]
+
+
+def _order_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
+    """The replies of each sequence."""
+    joined: list[list[Reply]] = []
+    for reply in replies:
+        for earlier in joined:
+            last = earlier[-1]
+            whole = np.concatenate([last.context_ids, last.token_ids])
+            # At once after a reply, the two would be one span of sampled tokens, which no request has sampled.
+            if reply.context_ids.size > whole.size and np.array_equal(reply.context_ids[: whole.size], whole):
+                earlier.append(reply)
+                break
+        else:
+            joined.append([reply])
+    return joined
+
+
+def _join_sequence(replies: Sequence[Reply]) -> Branch:
+    last = replies[-1]
+    ids = np.concatenate([last.context_ids, last.token_ids]).astype(np.int32)
+    mask, logprobs = np.zeros(ids.size, np.bool_), np.zeros(ids.size, np.float32)
+    versions = np.full(ids.size, -1, np.int32)
+    for reply in replies:
+        place = slice(reply.context_ids.size, reply.context_ids.size + reply.token_ids.size)
+        mask[place], logprobs[place], versions[place] = True, reply.behavior_logprobs, reply.versions
+    return Branch(ids, mask, logprobs, versions)
+
+
+@dataclass(frozen=True)
+class AskRecord(Record):
+    """What a checkpoint keeps of the asks of one item: the replies, and a digest of the call that each answers."""
+
+    replies: tuple[Reply, ...] = ()
+    calls: tuple[bytes, ...] = ()
+    sampled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Sample that is made and booked -> ids of the requests whose replies are in it."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The built-in nodes. Importing them loads no heavy packages; their `setup` does."""
 
+from flowrl.messages.sampling import Sampling
 from flowrl.nodes.curriculum import Curriculum
 from flowrl.nodes.engine_options import Engine
 from flowrl.nodes.episodes.agent_program import AgentProgram
@@ -11,7 +12,6 @@ from flowrl.nodes.groups.advantage import GroupAdvantage, JoinedAdvantage
 from flowrl.nodes.groups.batch import AdaptiveKL, TokenBatch
 from flowrl.nodes.groups.group_filter import DynamicSampling
 from flowrl.nodes.groups.selection import BestOfN, PairMaker
-from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.scoring.critic import Critic
 from flowrl.nodes.scoring.preference_reference import PreferenceReference
 from flowrl.nodes.scoring.reference import Reference

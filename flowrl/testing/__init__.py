@@ -4,7 +4,7 @@
 - `run_graph` runs a whole graph in this process, with its driver, ledger and audit
 - `try_graph` tries a whole graph with stand-ins for models, as `flowrl check --try` does
 - `VirtualClock` lets code wait without taking time
-- `prompt`, `sample`, `scored` and `lost` make messages
+- `prompt`, `sample`, `scored` and `lost` make messages, `said` and `script` replies to what a node asks
 """
 
 from flowrl.testing.clock import Stuck, VirtualClock
@@ -12,7 +12,7 @@ from flowrl.testing.graph_run import EIGHT_CORES, GraphRun, run_graph
 from flowrl.testing.node_rig import Fed, NodeRig, run_node
 from flowrl.testing.record import Lost, NodeRecord, Sent
 from flowrl.testing.rig_failures import Leaked, RigTimeout
-from flowrl.testing.rollouts import lost, prompt, sample, scored
+from flowrl.testing.rollouts import lost, prompt, said, sample, scored, script
 from flowrl.testing.trial import TrialResult, try_graph
 
 __all__ = [
@@ -32,7 +32,9 @@ __all__ = [
     "prompt",
     "run_graph",
     "run_node",
+    "said",
     "sample",
     "scored",
+    "script",
     "try_graph",
 ]

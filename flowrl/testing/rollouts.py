@@ -1,15 +1,18 @@
 """Messages to feed to a node: every field filled in, arrays that fit together, and what matters to a test by name.
 
 A rollout has three prompt tokens; its `response` policy tokens were sampled under version 0 with logprob -0.5 each.
+Replies to what a node asks have a token for each character, its code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from flowrl.messages import Prompt, Sample, Scored, Tombstone
+from flowrl.messages import Int32, Prompt, Sample, Scored, Tombstone
+from flowrl.messages.episode import Reply, Turn
 
 PROMPT_TOKENS = 3
 LOGPROB = -0.5
@@ -37,6 +40,44 @@ def scored(member: int, reward: float, *, response: int = 2, group: str = "g", *
 def lost(member: int, *, group: str = "g", state: str = "failed", reason: str = "test") -> Tombstone:
     """What arrives in place of a member that an earlier node lost: user code never sees it, but groups count it."""
     return Tombstone(group, member, state, reason, "reward/0", (f"{group}:{member}",), GROUP_SIZE)
+
+
+def said(turn: Turn, text: str, **more: Any) -> Reply:
+    """The reply of a policy that says `text` to what an Ask port asked. `more` sets further fields of Reply."""
+    ids = _codes(text)[: turn.max_tokens]
+    told = turn.messages[1:] if turn.reply_tokens else turn.messages
+    new = _codes("".join(f"<{message['role']}>{message['content']}" for message in told))
+    fields: dict[str, Any] = {
+        "request_id": turn.request_id,
+        "token_ids": ids,
+        "behavior_logprobs": np.full(ids.size, LOGPROB, np.float32),
+        "versions": np.zeros(ids.size, np.int32),
+        "finish_reason": "stop" if ids.size == len(text) else "length",
+        "message": {"role": "assistant", "content": text[: ids.size]},
+        "malformed": "",
+        "cached_tokens": 0,
+        "queued_s": 0.0,
+        "generated_s": 0.0,
+        "generator": "generator/0",
+        "context_ids": np.concatenate([turn.token_ids, new]) if turn.messages else turn.token_ids,
+    }
+    return Reply(**(fields | more))
+
+
+def script(*texts: str) -> Callable[[Turn], Reply]:
+    """The answer to an Ask port for `answers` of a rig: says the texts one after the other, then from the beginning."""
+    said_before = 0
+
+    def answer(turn: Turn) -> Reply:
+        nonlocal said_before
+        said_before += 1
+        return said(turn, texts[(said_before - 1) % len(texts)])
+
+    return answer
+
+
+def _codes(text: str) -> Int32:
+    return np.array([ord(one) for one in text], np.int32)
 
 
 def _lineage(member: int, group: str) -> dict[str, Any]:

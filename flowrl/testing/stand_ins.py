@@ -27,11 +27,12 @@ import numpy as np
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Node, Saved
 from flowrl.messages import Bool, Float32, Int32, Prompt, Sample, Weights
+from flowrl.messages.sampling import ReplySchema, Sampling
 from flowrl.models import known_tokenizer, tokenizer_of
 from flowrl.nodes.evaluation import Evaluation
+from flowrl.nodes.generation.completions import NOTHING, Completion
 from flowrl.nodes.generation.generator import Generator
 from flowrl.nodes.groups.batch import TokenBatch
-from flowrl.nodes.sampling import NOTHING, Completion, Sampling
 from flowrl.nodes.scoring.critic import Critic
 from flowrl.nodes.scoring.preference_reference import PreferenceReference
 from flowrl.nodes.scoring.reference import KeptReferences, Reference, num_kept
@@ -92,11 +93,14 @@ class StandInSampler:
         seed: int | None = None,
         salt: str = "",
         priority: int = 0,
+        schema: ReplySchema | None = None,
     ) -> Completion:
-        """A short text in pieces, each with the version that is there when it comes."""
+        """A short text in pieces, each with the version that is there when it comes; by a schema of choices or JSON."""
         draw = random.Random(f"{seed}/{generated}")
         answer = self.answers.get(request_id.rpartition("#")[0], "")
         text = answer if answer and draw.random() < 0.5 else str(draw.randrange(200))
+        if schema is not None:
+            text = draw.choice(schema.choice or (json.dumps(_example_of(schema.json or {"type": "integer"})),))
         ids: list[int] = [*self.tokenizer.encode(text, add_special_tokens=False)]
         ids += [ids[-1]] * (sampling.min_tokens - generated - len(ids) - 1)
         ids.append(self.tokenizer.eos_token_id)
@@ -107,7 +111,12 @@ class StandInSampler:
                 await asyncio.sleep(0)
                 await self._unpaused.wait()
                 self._add_piece(request_id, whole[start : start + PIECE], draw)
-            return replace(self._running[request_id], finish_reason="stop" if len(ids) <= most else "length")
+            reason, done = "stop" if len(ids) <= most else "length", self._running[request_id]
+            if not sampling.num_top:
+                return replace(done, finish_reason=reason)
+            shape = (len(done.token_ids), sampling.num_top)
+            top = np.broadcast_to(done.logprobs[:, None] - np.arange(shape[1], dtype=np.float32), shape)
+            return replace(done, finish_reason=reason, top_ids=np.zeros(shape, np.int32), top_logprobs=top)
         finally:
             del self._running[request_id]
 
@@ -144,6 +153,17 @@ class StandInSampler:
 
     close = do_nothing
     listen = join_transfer = wait_for_room = sleep = wake = await_nothing
+
+
+def _example_of(schema: Mapping[str, Any]) -> Any:
+    """A value that a simple JSON schema allows."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    if schema.get("type") == "object" or "properties" in schema:
+        return {name: _example_of(one) for name, one in schema.get("properties", {}).items()}
+    if schema.get("type") == "array":
+        return [_example_of(schema.get("items", {}))]
+    return {"string": "a", "boolean": True, "number": 1.0, "null": None}.get(schema.get("type", ""), 1)
 
 
 class StandInReceiver:

@@ -24,7 +24,6 @@ ended before the seat's first turn.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -456,9 +455,9 @@ class Estimate:
             values_KT = stack_rows([self._require_array(sample, "values") for sample in samples])
             advantages_KT, returns_KT = compute_gae(rewards_KT, values_KT, mask_KT, gamma=self.gamma, lam=self.lam)
             rows = zip(samples, advantages_KT, returns_KT, strict=True)
-            return tuple(make_trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
+            return tuple(Trainable.of(s, advantages_T, returns=returns_T) for s, advantages_T, returns_T in rows)
         advantages_KT = returns_to_go(rewards_KT, mask_KT, gamma=self.gamma)
-        return tuple(make_trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
+        return tuple(Trainable.of(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
 
     def _compare_parts(self, samples: Sequence[Scored]) -> Array:
         names, weights = zip(*self.part_weights, strict=True)
@@ -487,7 +486,7 @@ class Estimate:
             views = [reduce_to_seat(samples[k], seat) for k in mine]
             for k, made in zip(mine, self.make_trainables(views, kl_coef=kl_coef, scale=scale), strict=True):
                 advantages_K[k] += made.advantages
-        return tuple(make_trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_K, strict=True))
+        return tuple(Trainable.of(s, advantages_T) for s, advantages_T in zip(samples, advantages_K, strict=True))
 
     def _estimate_by_turn(self, samples: Sequence[Scored]) -> tuple[Trainable, ...]:
         """Each turn is compared with the same turn of the other members; its policy tokens, through all sequences of
@@ -513,7 +512,7 @@ class Estimate:
                 )
             advantages_T = np.zeros(episode.num_tokens)
             advantages_T[tokens] = advantages_U[turns]
-            made.append(make_trainable(episode, advantages_T))
+            made.append(Trainable.of(episode, advantages_T))
         return tuple(made)
 
     def compute_kl(self, samples: Sequence[Scored]) -> Array:
@@ -539,7 +538,7 @@ class Estimate:
 
 def leave_unvalued(samples: Sequence[Scored]) -> tuple[Trainable, ...]:
     """`samples` with unset advantages (empty arrays), until a critic has computed values for them."""
-    return tuple(make_trainable(sample, np.zeros(0)) for sample in samples)
+    return tuple(Trainable.of(sample) for sample in samples)
 
 
 def whole_reward(sample: Scored) -> float:
@@ -560,15 +559,3 @@ def stack_rows(arrays: Sequence[npt.NDArray[Any]]) -> Array:
     for row, array in zip(result, arrays, strict=True):
         row[: len(array)] = array
     return result
-
-
-def make_trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = None) -> Trainable:
-    """`sample` with its advantages and returns, cut to its own length, which is that of all its sequences together."""
-    made = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
-    length = sample.num_tokens
-    returns = None if returns_T is None else returns_T[:length].astype(np.float32)
-    advantages = advantages_T[:length].astype(np.float32)
-    loss_mask = sample.loss_mask if isinstance(sample, Trainable) else None
-    if isinstance(sample, Episode) and sample.masked:  # it stays out of the loss
-        loss_mask = np.zeros(length, np.bool_)
-    return Trainable(**made, advantages=advantages, returns=returns, loss_mask=loss_mask)

@@ -31,6 +31,7 @@ import uvloop
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
+from flowrl.messages.base import node_context
 from flowrl.wire.control import as_exception, is_cancel
 
 if TYPE_CHECKING:  # what declares a graph loads no sockets
@@ -119,6 +120,8 @@ class Pending:
         self.readers: set[int] = set()
         """Descriptors that the node's code, or a library that it uses, watches with `add_reader`."""
         self._died = died
+        self.context: Any = None
+        """The node's context, which messages that its code makes report to."""
 
     def adopt_task(self, task: asyncio.Task[Any]) -> None:
         """Make `task` belong to the node until it ends."""
@@ -133,15 +136,17 @@ class Pending:
     @contextmanager
     def named(self) -> Iterator[None]:
         """Everything that the current task starts inside belongs to the node; the task itself does not."""
-        token = in_node.set(self)
+        token, other = in_node.set(self), node_context.set(self.context)
         try:
             yield
         finally:
             in_node.reset(token)
+            node_context.reset(other)
 
     def enter(self) -> None:
         """Make the current task, and everything it starts from now on, belong to the node."""
         in_node.set(self)
+        node_context.set(self.context)
         task = asyncio.current_task()
         if task is not None and task not in self.tasks:
             self.adopt_task(task)

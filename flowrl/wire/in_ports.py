@@ -25,6 +25,7 @@ from flowrl.wire.items import (
     OpenGroup,
     OpenItems,
     PortOwner,
+    asking,
     at_hand,
     current,
     make_tombstone,
@@ -136,12 +137,14 @@ class Invocation:
         current.set(self._whole.whole if self._whole is not None else ())
         in_invocation.set(self._active)
         at_hand.set(self._items[0].envelope.ticket)
+        asking.set(self._items[0])
 
     def leave(self) -> None:
         """The body is done with the work. Call it once."""
         current.set(())
         in_invocation.set(None)
         at_hand.set(-1)
+        asking.set(None)
         assert self._active is not None
         self._active.end()
         for item in self._items:
@@ -422,7 +425,7 @@ class Inbound:
                         lost = tuple(one for one in lost if one.reason not in (NOT_ROUTED, NOT_DERIVED))
                         number = len(given) + len(lost)
                     members = Members(group.group_id, group.ticket, number, given, lost)
-                    return self._make_invocation(members, list(group.items.values()))
+                    return self._make_invocation(members, [group.items[member] for member in sorted(group.items)])
                 last: Any = next(iter(group.lost.values())).body if group.lost else None
                 state, reason = why or (last.state, last.reason)
                 self._lose_group(group, state, reason)

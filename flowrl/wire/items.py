@@ -16,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-from collections import OrderedDict
+import itertools
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +27,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Tombstone
+from flowrl.messages.episode import AskRecord, Reply
 from flowrl.wire.activity import Activity
 from flowrl.wire.edges import Delivery
 from flowrl.wire.encoding.schema import Envelope
@@ -149,6 +152,63 @@ class Custody(Generic[K]):
         return True
 
 
+class ItemAsks:
+    """The asks of one item, each known by a digest of what it asked and by its number among equal asks.
+
+    A reply that a checkpoint has is found by what it answers, so the order of asks may differ in a resumed run.
+    """
+
+    def __init__(self, record: AskRecord | None = None) -> None:
+        self.began_s = time.monotonic()
+        self.replies: list[tuple[bytes, Reply]] = []
+        """All replies so far, each with its digest."""
+        self._kept: defaultdict[bytes, deque[Reply]] = defaultdict(deque)
+        """Replies from the checkpoint that were not asked for again."""
+        self._times: Counter[bytes] = Counter()
+        self._turns: defaultdict[str, set[int]] = defaultdict(set)
+        """Sample -> turns that its trained asks have."""
+        self.unsampled: dict[str, dict[str, Reply | None]] = {}
+        """Sample that is not made yet -> ids of its trained asks, with their replies."""
+        self.sampled: dict[str, tuple[str, ...]] = {}
+        """Sample that is made -> ids of the asks whose replies are in it."""
+        self.sampled_before = {} if record is None else record.sampled
+        """Those that were made before the checkpoint."""
+        for digest, reply in () if record is None else zip(record.calls, record.replies, strict=True):
+            self.replies.append((digest, reply))
+            self._kept[digest].append(reply)
+            if reply.sample_id:
+                self._turns[reply.sample_id].add(int(reply.request_id.rpartition(".")[2]))
+                self.unsampled.setdefault(reply.sample_id, {})[reply.request_id] = reply
+
+    def make_record(self) -> AskRecord:
+        """What a checkpoint keeps."""
+        calls, replies = zip(*self.replies, strict=True)
+        booked = tuple(reply.request_id for reply in replies if reply.sample_id)
+        return AskRecord(booked, replies=replies, calls=calls, sampled={**self.sampled_before, **self.sampled})
+
+    def take_known(self, digest: bytes) -> Reply | None:
+        """The checkpoint's reply to this call; None if it has to be asked."""
+        self._times[digest] += 1
+        return self._kept[digest].popleft() if self._kept[digest] else None
+
+    def times_asked(self, digest: bytes) -> int:
+        """The number of calls like this one so far, it included."""
+        return self._times[digest]
+
+    def next_turn(self, sample_id: str) -> int:
+        """The smallest number that no trained ask for the sample has: turns leave none out."""
+        turns = self._turns[sample_id]
+        turn = next(number for number in itertools.count() if number not in turns)
+        turns.add(turn)
+        return turn
+
+    def note_reply(self, digest: bytes, reply: Reply) -> None:
+        """A reply has come."""
+        self.replies.append((digest, reply))
+        if reply.sample_id:
+            self.unsampled.setdefault(reply.sample_id, {})[reply.request_id] = reply
+
+
 NOT_ROUTED = "not_routed"
 """Reason of a tombstone for a sample that its node sent on other ports only."""
 NOT_DERIVED = "not_derived"
@@ -185,6 +245,8 @@ class Item:
     """Set when the item's loss is booked: the marker that replaces the item from then on, also in a checkpoint."""
     record: Callable[[], Record] | None = None
     """Returns what a checkpoint stores with the item (`In.keep`)."""
+    asks: ItemAsks | None = None
+    """What was asked for it (`Ask`); None before the first ask."""
     group: OpenGroup | None = None
     """The group to which `port.groups` added the item."""
     children: list[bytes] = field(default_factory=list)
@@ -258,6 +320,8 @@ class OpenGroup:
 
 current: ContextVar[tuple[Item, ...]] = ContextVar("flowrl_current_items", default=())
 """The items that the current invocation works on: none, one, or all parts of a joined sample."""
+asking: ContextVar[Item | None] = ContextVar("flowrl_asking_item", default=None)
+"""The item for which the current invocation asks: its own, or its group's first member."""
 at_hand: ContextVar[int] = ContextVar("flowrl_ticket_at_hand", default=-1)
 """The ticket of the current invocation, -1 outside of invocations."""
 
@@ -273,6 +337,8 @@ class OpenItems:
         """Tracks items by their place, and messages made from them by their id."""
         self._open: dict[int, Item] = {}
         self._by_place: dict[Hashable, Item] = {}
+        self.asked_before: dict[ItemKey, AskRecord] = {}
+        """What a checkpoint has of the asks of items that were not taken yet."""
         self.given_up = GivenUp()
         self.derived: dict[str, Item] = {}
         """Id of a derived sample -> its item, until the item that it was derived from has ended."""
@@ -303,6 +369,10 @@ class OpenItems:
                 "by this node); use it before its invocation ends, or `hold` it"
             )
         return item
+
+    def find_item(self, body: Message) -> Item | None:
+        """The open item of a message object; None if there is none."""
+        return self._open.get(id(body))
 
     def is_open(self, item: Item) -> bool:
         """Whether the item's invocation has not ended."""
@@ -360,6 +430,17 @@ class OpenItems:
         """What a checkpoint stores with items in progress."""
         kept = [(item, item.record) for item in self._open.values() if item.lost is None]
         return [(item.place, record()) for item, record in kept if record is not None]
+
+    def asks_of(self, item: Item) -> ItemAsks:
+        """What was asked for an open item, before a resume too."""
+        if item.asks is None:
+            item.asks = ItemAsks(self.asked_before.pop(item.place, None))
+        return item.asks
+
+    def kept_asks(self) -> list[tuple[ItemKey, AskRecord]]:
+        """The replies that a checkpoint stores for items in progress, and for those not taken again yet."""
+        asked = [(item.place, item.asks) for item in self._open.values() if item.asks is not None and item.lost is None]
+        return [*self.asked_before.items(), *((place, asks.make_record()) for place, asks in asked if asks.replies)]
 
     def sent_by_open_items(self) -> list[bytes]:
         """Ids of the messages made from items whose invocation has not ended."""

@@ -63,7 +63,7 @@ async def answered(asked: Turn) -> Reply:
 
 
 def calls(ask: Ask, **more: Any) -> AgentCalls:
-    chosen = {"log": CallLog(observation_bytes=64), "book": lambda *_: None, "abandon": lambda *_: None} | more
+    chosen = {"log": CallLog(observation_bytes=64), "abandon": lambda *_: None} | more
     return AgentCalls(most_turns=99, turn=turn, ask=ask, **chosen)
 
 
@@ -258,8 +258,8 @@ def program(**more: Any) -> AgentProgram:
 @pytest.mark.parametrize("stream", [False, True])
 def test_agents_are_told_how_their_own_session_is_sampled(stream: bool) -> None:
     agents: Any = program()
-    agents.ask_generator = answered
-    agents.context = type("Context", (), {"ledger": type("Ledger", (), {"request": None, "abandoned": None})})
+    agents.generate.ask_turn = answered
+    agents.context = type("Context", (), {"ledger": type("Ledger", (), {"abandoned": None})})
 
     async def told(ticket: int) -> str:
         settings = {"temperature": agents.sampling.temperature, "top_p": agents.sampling.top_p}

@@ -19,7 +19,8 @@ from flowrl.commands.gpu_check import gpu_check as command
 from flowrl.commands.gpu_check.bench import Bench, StageFailed
 from flowrl.commands.gpu_check.generation_stages import LONG, TRAINING, TrainerScores
 from flowrl.messages import Float32, Int32
-from flowrl.nodes.sampling import Completion, Sampling
+from flowrl.messages.sampling import Sampling
+from flowrl.nodes.generation.completions import Completion
 from tests import warm
 
 PROMPTS = [np.arange(5, 9, dtype=np.int32), np.arange(9, 12, dtype=np.int32)]

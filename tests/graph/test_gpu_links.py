@@ -16,7 +16,7 @@ from flowrl import Cluster, Machine
 from flowrl.commands.machine_findings import links_finding
 from flowrl.graph.analysis.place import HostPlan, best_linked, gang_gpus, spare_cores
 from flowrl.graph.analysis.plan import make_plan
-from flowrl.graph.machine import QUERY, Ask, GpuLinks, ask_nvidia_smi, core_list, gpu_names, parse_links, read_links
+from flowrl.graph.machine import QUERY, GpuLinks, RunTool, ask_nvidia_smi, core_list, gpu_names, parse_links, read_links
 from flowrl.runtime.driver.resources import visible_devices
 from tests.graph.graph_nodes import grpo
 
@@ -37,7 +37,7 @@ def links(name: str) -> GpuLinks:
 H100, PAIRS, L40S = links("h100x8_nvswitch"), links("a100x8_pairs"), links("l40sx4_two_sockets")
 
 
-def answering(topology: str, cards: Sequence[str]) -> Ask:
+def answering(topology: str, cards: Sequence[str]) -> RunTool:
     rows = "\n".join(f"{at}, GPU-{at:02d}aa, {card}, 00000000:{0x10 + at:02X}:00.0" for at, card in enumerate(cards))
     return lambda *arguments: {("topo", "-m"): topology, QUERY: rows}.get(arguments)
 

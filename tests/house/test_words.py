@@ -33,11 +33,11 @@ GIVEN_UP = {
 ELSEWHERE = {
     "turn": (
         "conversations: tasks, models and nodes that render them, and episodes",
-        r"tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/agents|graphs/(agent|self_play)",
+        r"graph/ports|wire/(asks|items)|testing/|tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/agents|graphs/(agent|self_play|judge)",
     ),
     "turns": (
         "conversations",
-        r"tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/(training/reward_accuracy|agents)|graphs/(agent|self_play)",
+        r"graph/ports|wire/(asks|items)|testing/|tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/(training/reward_accuracy|agents)|graphs/(agent|self_play|judge)",
     ),
     "epoch": (
         "passes over data",

@@ -91,7 +91,11 @@ class Drawing:
 
     def nodes(self) -> None:
         self.part("prompts", "source", most=1)
-        self.part("generator", "generator", losses=0.3)
+        solver = self.has("solvers", 0.3)
+        self.part("generator", "solver" if solver else "generator", losses=0.3)
+        if solver:
+            self.part("sampler", "sampler", most=2)
+            self.shape.links.append(Link("generator.policy", "sampler.turns", "call", self._capacity("sampler")))
         self.link("prompts.prompts", "generator.prompts")
         out = self.derived("generator.samples", "derive", 0.3)
         out = self.derived(self.chain(out, "head", "sample"), "again", 0.1)
@@ -110,7 +114,7 @@ class Drawing:
         if self.split == "batches":
             self.trained("actor_batcher.batches", "critic")
         if self.has("sharing", 0.15):
-            self.shape.sharing = ("generator", "actor")
+            self.shape.sharing = (self.shape.sampler, "actor")
             for name in self.shape.sharing:
                 self.shape.parts[name] = replace(self.shape.parts[name], own=True)
 
@@ -127,7 +131,7 @@ class Drawing:
         shape.trainers.append(name)
         self.link(batches, f"{name}.batches", dispatch="gang")
         if counted:
-            port = "generator.weights" if name == "actor" else "generator.values"
+            port = f"{shape.sampler}.weights" if name == "actor" else f"{shape.sampler}.values"
             shape.links.append(Link(f"{name}.weights", port, "latest"))
             shape.until.append(port)
         else:
@@ -169,7 +173,7 @@ class Drawing:
         if drawn == "wraps":
             return self.wrapped(out, name)
         if drawn == "calls":
-            return self.asked(out, name)
+            return self.judged(out, name) if self.has("judges", 0.5, name) else self.asked(out, name)
         return self.ways(out, name, level, depth) if drawn == "routers" else self.joined(out, name, depth)
 
     def work(self, out: str, name: str, kind: str, losses: float = 0.5) -> str:
@@ -196,6 +200,13 @@ class Drawing:
         self.part(name, "ask")
         self.link(out, f"{name}.items")
         self.shape.links.append(Link(f"{name}.ask", f"{name}_server.asked", "call", self._capacity(name)))
+        return f"{name}.done"
+
+    def judged(self, out: str, name: str) -> str:
+        self.part(f"{name}_server", "judge", losses=0.5)
+        self.part(name, "judged")
+        self.link(out, f"{name}.items")
+        self.shape.links.append(Link(f"{name}.judge", f"{name}_server.turns", "call", self._capacity(name)))
         return f"{name}.done"
 
     def route(self, out: str, name: str, level: str) -> tuple[str, str]:

@@ -107,7 +107,7 @@ class Expected:
     def _made(self, part: Part, port: str, sample_id: str) -> Ways:
         """What a node makes of a sample that has come to it."""
         key = sample_id.split(":")[0] if part.kind in ("group_work", "group_router") else sample_id
-        if part.kind == "ask" and self._refused(part, sample_id):
+        if part.kind in ("ask", "judged") and self._refused(part, sample_id):
             return frozenset({f"failed: {part.name}{SERVED}_fail"})
         how = fate(self.shape.seed, part, key)
         if part.kind == "derive" and how in ("pass", "late") and self._failed_parent(part, key):
@@ -127,4 +127,4 @@ class Expected:
 
 def _can_fail_late(part: Part) -> bool:
     """Only what is raised in the body of `each` comes after a send; the others pass such a sample on."""
-    return part.kind == "generator" or (part.style == "each" and issubclass(KINDS[part.kind], Passing))
+    return part.kind in ("generator", "solver") or (part.style == "each" and issubclass(KINDS[part.kind], Passing))

@@ -13,9 +13,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from flowrl import Call, Group, In, Message, Node, Out, Prompt, Sample, Serve, Weights
+from flowrl import Ask, Call, Group, In, Message, Node, Out, Prompt, Sample, Serve, Weights
 from flowrl.errors import SampleFailed
 from flowrl.graph.node import Facts
+from flowrl.messages import Int32
+from flowrl.messages.episode import Reply, Turn
+from flowrl.messages.sampling import Sampling
+from flowrl.testing import said
 from tests.random_graphs.dice import lot
 from tests.random_graphs.record import Record, record_of
 from tests.random_graphs.shape import Part, Shape
@@ -127,7 +131,7 @@ class Source(Played):
 
     def held(self) -> dict[str, int]:
         """The version of each trainer that all of its readers hold now."""
-        readers = self.shape.parts["generator"].replicas
+        readers = self.shape.parts[self.shape.sampler].replicas
         return {trainer: self.record.floor(trainer, readers) for trainer in self.shape.trainers}
 
     def prompt(self, group_id: str, member: int) -> Prompt:
@@ -146,11 +150,9 @@ class Source(Played):
         self.number = self.first = int(state["number"])
 
 
-class Generator(Played):
-    """Samples with the newest weights it has; they may change in the middle of a sample."""
+class Holder(Played):
+    """Has the newest weights."""
 
-    prompts: In[Prompt]
-    samples: Out[Sample]
     weights: In[Weights]
     values: In[Weights]
 
@@ -159,9 +161,8 @@ class Generator(Played):
         self.versions: dict[str, int] = {}
         self.changed = asyncio.Event()
 
-    def facts(self) -> Facts:
-        concurrency = self.part.concurrency
-        return Facts(longest_response=LONGEST_RESPONSE, concurrency=concurrency, drops=True, optional=("values",))
+    async def serve(self) -> None:
+        """What it does once it has weights."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -171,8 +172,7 @@ class Generator(Played):
             while len(self.versions) < len(readers):
                 self.changed.clear()
                 await self.changed.wait()
-            await self.prompts.each(self.generate, concurrency=self.part.concurrency)
-            self.samples.close()
+            await self.serve()
 
     async def follow(self, port: In[Weights]) -> None:
         me = f"{self.name}/{self.context.replica}"
@@ -184,6 +184,29 @@ class Generator(Played):
             self.changed.set()
             self.record.holders[weights.policy][me] = weights.version
             self.context.ledger.holds(me, weights.policy, weights.version)
+
+    async def sampled_versions(self, key: str, length: int) -> list[int]:
+        versions = []
+        for position in range(length):
+            if position in (0, length // 2):
+                await self.take_time(f"{key}:{position}")
+            versions.append(self.versions[self.shape.trainers[0]])
+        return versions
+
+
+class Generator(Holder):
+    """Samples with the newest weights it has; they may change in the middle of a sample."""
+
+    prompts: In[Prompt]
+    samples: Out[Sample]
+
+    def facts(self) -> Facts:
+        concurrency = self.part.concurrency
+        return Facts(longest_response=LONGEST_RESPONSE, concurrency=concurrency, drops=True, optional=("values",))
+
+    async def serve(self) -> None:
+        await self.prompts.each(self.generate, concurrency=self.part.concurrency)
+        self.samples.close()
 
     async def generate(self, prompt: Prompt) -> None:
         if self.samples.was_sent():
@@ -202,18 +225,14 @@ class Generator(Played):
 
     async def sampled(self, prompt: Prompt) -> Sample:
         length = response_length(self.shape.seed, prompt.sample_id)
-        versions = []
-        for position in range(length):
-            if position in (0, length // 2):
-                await self.take_time(f"{prompt.sample_id}:{position}")
-            versions.append(self.versions[self.shape.trainers[0]])
+        versions = await self.sampled_versions(prompt.sample_id, length)
         return rollout(prompt, versions, f"{self.name}/{self.context.replica}")
 
 
 def rollout(prompt: Prompt, versions: Sequence[int], generator: str) -> Sample:
     """A sample with a policy token for each of `versions`."""
     number = PROMPT_TOKENS + len(versions)
-    return Sample.of(
+    return Sample.of_prompt(
         prompt,
         prompt_text="",
         response_text="",
@@ -225,6 +244,66 @@ def rollout(prompt: Prompt, versions: Sequence[int], generator: str) -> Sample:
         truncated=False,
         generator=generator,
     )
+
+
+class Sampler(Holder):
+    """Answers what is asked with as many tokens as the ask says."""
+
+    turns: Serve[Turn, Reply]
+
+    def facts(self) -> Facts:
+        return Facts(optional=("values",))
+
+    async def serve(self) -> None:
+        await self.turns.each(self.answer, concurrency=self.part.concurrency)
+
+    async def answer(self, turn: Turn) -> Reply:
+        length = cast(Sampling, turn.sampling).max_tokens
+        versions = await self.sampled_versions(turn.request_id, length)
+        ids = [int(lot(turn.seed, position) * 1000) for position in range(length)]
+        made = {"versions": np.array(versions, np.int32), "token_ids": np.array(ids, np.int32)}
+        reply = replace(said(turn, "a" * length), **made, generator=f"{self.name}/{self.context.replica}")
+        self.context.ledger.request(turn, reply)
+        return reply
+
+
+class Solver(Played):
+    """Makes each sample of one reply or two, and sometimes asks for one that it leaves out."""
+
+    prompts: In[Prompt]
+    samples: Out[Sample]
+    policy: Ask
+
+    def facts(self) -> Facts:
+        return Facts(longest_response=LONGEST_RESPONSE, drops=True)
+
+    async def run(self) -> None:
+        await self.prompts.each(self.solve, concurrency=self.part.concurrency)
+
+    async def solve(self, prompt: Prompt) -> None:
+        if self.samples.was_sent():
+            return
+        how, length = self.fate(prompt.sample_id), response_length(self.shape.seed, prompt.sample_id)
+        sizes = [length] if length == 1 else [length // 2, length - length // 2]
+        asks = [self.ask(prompt.token_ids, sizes[0])]
+        if lot(self.shape.seed, prompt.sample_id, "draft") < 0.3:
+            asks.append(self.ask(prompt.token_ids, 2))
+        replies = (await asyncio.gather(*asks))[:1]
+        await self.take_time(prompt.sample_id)
+        if how == "fail":
+            raise SampleFailed(f"{self.name}_fail")
+        if how in ("drop", "filter"):
+            self.prompts.drop(prompt, f"{self.name}_{how}", state=STATES[how])
+            return
+        for size in sizes[1:]:
+            context = np.concatenate([replies[0].context_ids, replies[0].token_ids, [7]]).astype(np.int32)
+            replies.append(await self.ask(context, size))
+        await self.samples.send(self.policy.make_sample(prompt, replies))
+        if how == "late":
+            raise SampleFailed(f"{self.name}_late")
+
+    async def ask(self, token_ids: Int32, size: int) -> Reply:
+        return await self.policy.ask(token_ids, trained=True, sampling=Sampling(max_tokens=size))
 
 
 STATES = {"drop": "dropped", "filter": "filtered", "fail": "failed", "late": "failed"}
@@ -387,6 +466,42 @@ class Server(Played):
         if self.fate(question.sample_id) != "pass":
             raise SampleFailed(f"{self.name}_fail")
         return Verdict(True)
+
+
+class Judged(Passing):
+    """Asks a policy about each sample, whose tokens are not trained."""
+
+    items: In[Sample]
+    done: Out[Sample]
+    judge: Ask
+
+    def facts(self) -> Facts:
+        return Facts(drops=True)
+
+    async def forward(self, item: Any) -> None:
+        try:
+            replies = await asyncio.gather(*(self.judge.ask(f"{item.sample_id} {number}") for number in range(2)))
+        except SampleFailed as failure:
+            self.items.drop(item, str(failure), state="failed")
+            return
+        assert all(reply.text == f"on {item.sample_id}" for reply in replies)
+        await super().forward(item)
+
+
+class Judge(Played):
+    """What `Judged` asks."""
+
+    turns: Serve[Turn, Reply]
+
+    async def run(self) -> None:
+        await self.turns.each(self.answer, concurrency=self.part.concurrency)
+
+    async def answer(self, turn: Turn) -> Reply:
+        asked = str(turn.messages[0]["content"]).split()[0]
+        await self.take_time(asked)
+        if self.fate(asked) != "pass":
+            raise SampleFailed(f"{self.name}_fail")
+        return said(turn, f"on {asked}")
 
 
 class Router(Passing):

@@ -10,6 +10,8 @@ FEATURES = {
     "parted": "ways that do not meet again: to another trainer, or into a tap",
     "joins": "branches matched by sample",
     "calls": "questions to a server",
+    "judges": "asks whose replies are not trained",
+    "solvers": "a node that makes the samples of what it asks, in the generator's place",
     "wraps": "messages of the user's own around a sample",
     "losses": "drops, filters and failures",
     "late": "failures of what has been sent",
@@ -105,6 +107,11 @@ class Shape:
     sharing: tuple[str, ...] = ()
     """Nodes that share devices by turns."""
     lives: list[Life] = field(default_factory=list)
+
+    @property
+    def sampler(self) -> str:
+        """The node that has the weights."""
+        return "sampler" if "sampler" in self.parts else "generator"
 
     @property
     def ahead(self) -> int:

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.messages import Sample
+from flowrl.messages import Sample, Trainable
 from flowrl.models import Policy, require_same_vocabulary
 from flowrl.models.tokens.characters import character_vocabulary
 from flowrl.models.tokens.vocabulary import read_vocabulary, untold_vocabulary, vocabulary_problem
 from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
 from flowrl.nodes.scoring.teacher import scored_by_teacher
 from flowrl.testing import lost, run_node, sample, scored
-from flowrl.training.advantages import distillation_advantages, make_trainable
+from flowrl.training.advantages import distillation_advantages
 from flowrl.training.loss.loss_formulas import policy_loss
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.token_objectives import ReverseKL
@@ -138,7 +138,7 @@ def test_the_loss_is_the_mean_reverse_kl(aggregation: str, expected: float, nega
 def test_the_exact_objective_says_what_it_needs() -> None:
     with pytest.raises(ConfigError, match="choose token or sequence"):
         ReverseKL(aggregation="constant")
-    bare = make_trainable(scored(0, 1.0), np.zeros(5))
+    bare = Trainable.of(scored(0, 1.0), np.zeros(5))
     with pytest.raises(FlowrlError, match="Teacher node with exact=True"):
         ReverseKL().columns(bare)
     (problem,) = Trainer(Policy("tiny"), objective=ReverseKL()).check(None)
@@ -151,7 +151,7 @@ def test_rows_carry_the_hidden_states_of_their_samples_in_order() -> None:
     layer = OutputLayer(torch.zeros(7, 2), None)
     given = [taught(0, -1.0, -0.25), taught(1, -0.5)]
     samples = [
-        make_trainable(
+        Trainable.of(
             scored_by_teacher(s, s.teacher_logprobs, np.full((s.response_tokens, 2), n, np.float32)), np.zeros(5)
         )
         for n, s in enumerate(given)

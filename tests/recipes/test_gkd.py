@@ -21,7 +21,6 @@ from flowrl.nodes.scoring.teacher import scored_by_teacher
 from flowrl.nodes.sources.given_answers import GivenAnswers
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import prompt, run_graph, run_node, sample
-from flowrl.training.advantages import make_trainable
 from flowrl.training.batch_stats import BatchStats
 from flowrl.training.learner import BatchSums
 from flowrl.training.loss.objective import LossInputs, Totals, loss_masks
@@ -95,7 +94,7 @@ def test_a_step_on_given_answers_is_that_of_a_plain_loop(tmp_path: Path, beta: f
     asked = [(one.token_ids, one.policy_mask) for one in given]
     judged = judgements_of(load_policy_model(tmp_path / "teacher").eval(), asked, False, 1.0)
     rated = [
-        make_trainable(scored_by_teacher(one, *judgement), np.zeros(len(one.token_ids)))
+        Trainable.of(scored_by_teacher(one, *judgement), np.zeros(len(one.token_ids)))
         for one, judgement in zip(given, judged, strict=True)
     ]
     model = load_policy_model(tmp_path / "student", layout="rows").eval()
@@ -220,15 +219,13 @@ def test_a_long_prompt_of_an_answer_can_be_cut_or_refused(path: str) -> None:
 def of_data(member: int) -> Trainable:
     one = sample(member, response=4)
     data = sample(member, response=4, versions=np.full(one.token_ids.size, -1, np.int32))
-    return make_trainable(
-        scored_by_teacher(data, np.zeros(one.token_ids.size, np.float32)), np.zeros(one.token_ids.size)
-    )
+    return Trainable.of(scored_by_teacher(data, np.zeros(one.token_ids.size, np.float32)), np.zeros(one.token_ids.size))
 
 
 def test_answers_of_the_data_have_no_age() -> None:
     rolled: Sample = sample(1, response=4)
     versions = np.where(rolled.policy_mask, 5, -1).astype(np.int32)
-    own = make_trainable(
+    own = Trainable.of(
         scored_by_teacher(sample(1, response=4, versions=versions), np.zeros(rolled.token_ids.size, np.float32)),
         np.zeros(rolled.token_ids.size),
     )

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flowrl.messages import Prompt, Sample
+from flowrl.messages.sampling import Sampling
 from flowrl.models import Policy
 from flowrl.nodes.engine_options import Engine
 from flowrl.nodes.generation.generator import Generator
 from flowrl.nodes.generation.vllm_sampler import VllmSampler
-from flowrl.nodes.sampling import Sampling
 from flowrl.testing import NodeRecord, NodeRig
 from flowrl.weights.probe import probe_sequences
 from flowrl.weights.publish import Publisher

@@ -21,10 +21,10 @@ import pytest
 
 from flowrl.messages import Sample
 from flowrl.messages.episode import Reply, Turn
+from flowrl.messages.sampling import Sampling
 from flowrl.models import Policy, stop_ids, tokenizer_of
 from flowrl.nodes import AgentProgram, Limits
 from flowrl.nodes.engine_options import Engine
-from flowrl.nodes.sampling import Sampling
 from flowrl.testing import NodeRecord, NodeRig
 from tests.agents.outside_workers import OutsideSession, Worker, a_worker
 from tests.models.tiny_policy import score

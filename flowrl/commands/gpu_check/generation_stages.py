@@ -23,8 +23,9 @@ from flowrl.commands.gpu_check.small_model import make_small_model, random_token
 from flowrl.commands.gpu_check.training_stages import exact_products
 from flowrl.commands.gpu_check.weight_stages import GAP_LIMIT, READER, ModelSource, started, update
 from flowrl.messages import Float32, Int32
+from flowrl.messages.sampling import Sampling
 from flowrl.nodes.engine_options import Runner
-from flowrl.nodes.sampling import Completion, Sampling
+from flowrl.nodes.generation.completions import Completion
 from flowrl.training.model.row_layout import lay_out
 from flowrl.weights.publish import Publisher
 

@@ -27,7 +27,7 @@ from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.annotations import declared_types
 from flowrl.graph.graph import Edge, Graph, OnLimit, a_kind, carried_type, port_name, port_owner
 from flowrl.graph.node import PORT_KINDS, Node
-from flowrl.graph.ports import Call, In, Out, Port, Serve
+from flowrl.graph.ports import Ask, Call, In, Out, Port, Serve
 from flowrl.messages import Message, Prompt, Sample, Tombstone, Weights
 
 PARTNER: dict[type[Port], type[Port]] = {In: Out, Out: In, Call: Serve, Serve: Call}
@@ -106,10 +106,11 @@ def connection_problems(graph: Graph) -> Iterator[str]:
 def _unconnected_sentence(graph: Graph, port: Port) -> str:
     verb = "g.call" if isinstance(port, Call | Serve) else "g.connect"
     sends = isinstance(port, Out | Call)
+    partner = next(other for kind, other in PARTNER.items() if isinstance(port, kind))
     fitting = [
         port_name(other)
         for other in _all_ports(graph)
-        if isinstance(other, PARTNER[type(port)]) and other.node is not port.node
+        if isinstance(other, partner) and other.node is not port.node
         if (_ports_fit(port, other) if sends else _ports_fit(other, port))
     ]
     hint = f" ({' or '.join(fitting)} would fit)" if fitting else ""
@@ -129,6 +130,12 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
         if edge.capacity is not None and edge.capacity < 1:
             yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1; without capacity= it is derived."
         if edge.kind == "call":
+            asker, server = (graph.nodes[port_owner(port)].facts() for port in (edge.out, edge.into))
+            if isinstance(edge.out, Ask) and asker.asks_schema and not server.takes_schema:
+                yield (
+                    f"{port_name(edge.out)} asks with a schema, but {port_owner(edge.into)} cannot force a reply into "
+                    "one; connect a Generator, or ask without a schema and read what the reply says."
+                )
             margin = edge.affinity_margin
             if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int) or margin < 0):
                 yield (

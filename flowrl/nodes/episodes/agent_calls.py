@@ -34,20 +34,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from flowrl.agents.endpoint import FinishedSession, LimitReached, RunEnded, SampledAnswer, SessionTask, Unavailable
 from flowrl.environments import EnvironmentFailed, Step
 from flowrl.errors import AttemptFailed, LaneFailed, OutOfService
 from flowrl.messages import Int32, Record
-from flowrl.messages.episode import EpisodeRecord, Reply, Turn
+from flowrl.messages.episode import EpisodeRecord, Reply, Turn, empty_reply
+from flowrl.messages.sampling import Sampling
 from flowrl.models.tokens.chat import Messages
 from flowrl.nodes.episodes.attempt import AskedTurn, TurnFigures, figures_of, read_action
 from flowrl.nodes.episodes.episode_log import EpisodeLog
-from flowrl.nodes.sampling import Sampling
 
-CANCELLED = "cancelled"
-"""Why a request is abandoned: its client left, or its session ended, before the reply."""
 NOT_RECEIVED = "not_received"
 """Why a request is abandoned: no client received the reply."""
 RETRY_S = 5
@@ -57,8 +53,8 @@ RETRY_S = 5
 class AgentCalls:
     """The calls of one attempt. Create this in the attempt's invocation, to which the waits for replies then belong.
 
-    `ask` gets a reply, `book` and `abandon` write to the ledger, `turn` makes the request for a question, and `log` has
-    the replies from before a resume. `sampling` says how replies are sampled; the agent gets these options.
+    `ask` gets a reply, `abandon` writes to the ledger, `turn` makes the request for a question, and `log` has the
+    replies from before a resume. `sampling` says how replies are sampled; the agent gets these options.
     """
 
     def __init__(
@@ -67,7 +63,6 @@ class AgentCalls:
         most_turns: int,
         turn: Callable[[AskedTurn], Turn],
         ask: Callable[[Turn], Awaitable[Reply]],
-        book: Callable[[Turn, Reply], None],
         abandon: Callable[[str, str], None],
         log: CallLog,
         sampling: Sampling | None = None,
@@ -75,7 +70,7 @@ class AgentCalls:
         self.sampling = sampling or Sampling()
         self._log = log
         self._most_turns = most_turns
-        self._turn, self._ask, self._book, self._abandon = turn, ask, book, abandon
+        self._turn, self._ask, self._abandon = turn, ask, abandon
         self._context = contextvars.copy_context()
         self._open: set[asyncio.Task[Reply]] = set()
         self._num_asked = 0
@@ -150,13 +145,7 @@ class AgentCalls:
     def _note_ended(self, turn: Turn, task: asyncio.Task[Reply]) -> None:
         self._open.discard(task)
         if task.cancelled():
-            # The turn is recorded as abandoned. The generator's own report of the request may also arrive, before or
-            # after this: the second `abandon` is for that report.
-            nothing = empty_reply(turn)
-            self._log.note_call(turn, nothing)
-            self._book(turn, nothing)
-            for _ in range(2):
-                self._abandon(turn.request_id, CANCELLED)
+            self._log.note_call(turn, empty_reply(turn))
         elif (problem := task.exception()) is None:
             self.replies[turn.request_id] = (turn, task.result())
         elif not self.broken.done():
@@ -220,23 +209,6 @@ class AgentCallTable:
 
     def finished(self, session: FinishedSession) -> None:
         self._calls.pop(session.session_id).end_session(session)
-
-
-def empty_reply(turn: Turn) -> Reply:
-    """The reply to a turn that was given up."""
-    return Reply(
-        request_id=turn.request_id,
-        token_ids=np.zeros(0, np.int32),
-        behavior_logprobs=np.zeros(0, np.float32),
-        versions=np.zeros(0, np.int32),
-        finish_reason="",
-        message={},
-        malformed="",
-        cached_tokens=0,
-        queued_s=0.0,
-        generated_s=0.0,
-        generator="",
-    )
 
 
 class CallLog(EpisodeLog):

@@ -40,6 +40,7 @@ from flowrl.environments import RESUME_CAUSES, Action, EnvironmentFailed, Enviro
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.graph.node import Facts
 from flowrl.messages import Prompt, Record
+from flowrl.messages.sampling import Sampling
 from flowrl.models import Policy, check_model, ignore_progress, resolve
 from flowrl.nodes.episodes.agent_calls import AgentCalls, AgentCallTable, CallLog, TaskOffers
 from flowrl.nodes.episodes.attempt import Limits, Played, read_action
@@ -47,7 +48,6 @@ from flowrl.nodes.episodes.episode_log import EpisodeLog, LoggedEpisode, open_ep
 from flowrl.nodes.episodes.episode_node import EpisodeNode, template_findings, turn_seed
 from flowrl.nodes.generation.generator import Generator
 from flowrl.nodes.generation.vllm_sampler import EVALUATION
-from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.scoring.shaping import Shaping
 
 OUTSIDE = "outside"
@@ -276,8 +276,7 @@ class AgentProgram(EpisodeNode):
         return AgentCalls(
             most_turns=self.limits.turns,
             turn=partial(self.make_turn, prompt, attempt=log.attempt, ticket=ticket),
-            ask=self.ask_generator,
-            book=ledger.request,
+            ask=self.generate.ask_turn,
             abandon=ledger.abandoned if ticket >= 0 else lambda *_: None,  # held-out requests have no rows
             log=log,
             sampling=sampling,

@@ -9,7 +9,6 @@ Waits: for replies of generators, and for the environment; each call of the envi
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from flowrl.agents import ChatTemplate, Conversation, History, TokenSequence
+from flowrl.agents.chat_template import Templates
 from flowrl.environments import Action, Observation, Step
 from flowrl.environments.protocol import LEAST_BYTES, without_middle
 from flowrl.errors import ConfigError
@@ -97,7 +97,7 @@ class AskedTurn:
     """Whether an opponent of the policy is asked."""
 
 
-Ask = Callable[[AskedTurn], Awaitable[Reply]]
+AskTurn = Callable[[AskedTurn], Awaitable[Reply]]
 
 
 class PlayedEpisode(Protocol):
@@ -106,25 +106,6 @@ class PlayedEpisode(Protocol):
     @property
     def observations(self) -> Sequence[Observation]: ...
     async def step(self, action: Action, seat: int) -> Step: ...
-
-
-class Templates:
-    """The chat templates of one tokenizer, one for each set of tools."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self._known: dict[str, ChatTemplate] = {}
-
-    def decode_text(self, token_ids: Int32) -> str:
-        """The text of ids, special tokens included."""
-        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
-
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """The chat template with these tools. Raises ConfigError if the template's boundaries cannot be found."""
-        key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
-        if key not in self._known:
-            self._known[key] = ChatTemplate(self.tokenizer, tuple(tools))
-        return self._known[key]
 
 
 class Attempt:
@@ -141,7 +122,7 @@ class Attempt:
         limits: Limits,
         tokens: int,
         *,
-        ask: Ask,
+        ask: AskTurn,
         history: History = "append",
         system_prompt: str = "",
         trained: Collection[int] | None = None,

@@ -25,11 +25,11 @@ from flowrl.agents import History
 from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.graph.node import Facts
-from flowrl.graph.ports import Call
+from flowrl.graph.ports import Ask
 from flowrl.messages import Prompt
-from flowrl.messages.episode import Reply, Turn
+from flowrl.messages.episode import Reply
 from flowrl.models import Policy, check_model, ignore_progress, resolve
-from flowrl.nodes.episodes.attempt import Ask, AskedTurn, Attempt, Limits, Played
+from flowrl.nodes.episodes.attempt import AskedTurn, AskTurn, Attempt, Limits, Played
 from flowrl.nodes.episodes.episode_log import EpisodeLog, open_episode
 from flowrl.nodes.episodes.episode_node import EpisodeNode, template_findings
 from flowrl.nodes.scoring.shaping import Shaping
@@ -56,7 +56,7 @@ class Environment(EpisodeNode):
     others.
     """
 
-    opponent: Call[Turn, Reply]
+    opponent: Ask
 
     _pool: Episodes
 
@@ -136,7 +136,7 @@ class Environment(EpisodeNode):
         return found
 
     def _new_attempt(
-        self, ask: Ask, elapsed: Callable[[], float] | None = None, trained: Collection[int] | None = None
+        self, ask: AskTurn, elapsed: Callable[[], float] | None = None, trained: Collection[int] | None = None
     ) -> Attempt:
         outside = self.context.outside if hasattr(self, "context") else nullcontext
         return Attempt(
@@ -175,7 +175,9 @@ class Environment(EpisodeNode):
             if (known := log.known_reply(question)) is not None:
                 return known
             turn = log.note_request(self.make_turn(prompt, question, log.attempt, ticket))
-            reply = await self.ask_generator(turn, self.opponent if turn.opponent else self.generate)
+            reply = await (self.generate if turn.trained else self.opponent).ask_turn(turn)
+            if not turn.trained and ticket >= 0:
+                self.context.metric("tokens_of_opponents", reply.token_ids.size - turn.prefix_token_ids.size)
             log.note_reply(reply)
             return reply
 

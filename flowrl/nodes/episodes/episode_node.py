@@ -21,22 +21,22 @@ from typing import Any
 import numpy as np
 
 from flowrl.agents import TokenSequence, examine
+from flowrl.agents.chat_template import Templates
 from flowrl.agents.parser_trial import examine_with_parsers, parsers_that_read
 from flowrl.environments import RESUME_CAUSES, Episodes
 from flowrl.errors import AttemptFailed, ConfigError, SampleFailed
 from flowrl.graph.node import Facts, Node
-from flowrl.graph.ports import Call, In, Out, Serve
+from flowrl.graph.ports import Ask, In, Out, Serve
 from flowrl.messages import Branch, Prompt, Record
-from flowrl.messages.episode import Episode, Reply, Turn
+from flowrl.messages.episode import Episode, Turn
 from flowrl.models import Policy, known_context, known_tokenizer, load_tokenizer, with_template
 from flowrl.models.model_files import context_length
 from flowrl.models.tokens.chat import Messages
-from flowrl.nodes.episodes.attempt import AskedTurn, Limits, Played, Templates
+from flowrl.nodes.episodes.attempt import AskedTurn, Limits, Played
 from flowrl.nodes.episodes.attempt_outcomes import AttemptOutcomes, BegunAttempt
 from flowrl.nodes.episodes.episode_log import EpisodeLog
 from flowrl.nodes.episodes.episode_reports import EpisodeReports
 from flowrl.nodes.generation.generator import Generator
-from flowrl.nodes.generation.vllm_sampler import EVALUATION
 from flowrl.nodes.scoring.shaping import Shaping
 from flowrl.tasks.user_code import keep_problems
 
@@ -50,7 +50,7 @@ class EpisodeNode(Node):
 
     prompts: In[Prompt]
     episodes: Out[Episode]
-    generate: Call[Turn, Reply]
+    generate: Ask
     requests: Serve[Prompt, Episode]
 
     _templates: Templates
@@ -231,11 +231,6 @@ class EpisodeNode(Node):
                 self._outcomes.note_success(attempt)
             return self.make_episode(prompt, played, log.attempt)
 
-    async def ask_generator(self, turn: Turn, port: Call[Turn, Reply] | None = None) -> Reply:
-        """The reply of the generator behind `port`, the policy's by default; the oldest ticket is served first."""
-        priority = turn.ticket if turn.ticket >= 0 else EVALUATION
-        return await (port or self.generate)(turn, session=turn.sample_id, group=turn.group_id, priority=priority)
-
     def make_turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
         """The request for one reply at this attempt, counted from 0; `ticket` is -1 for a held-out episode."""
         return Turn(
@@ -250,7 +245,7 @@ class EpisodeNode(Node):
             max_tokens=question.max_tokens,
             stop=question.stop,
             tools=question.tools,
-            opponent=question.opponent,
+            trained=not question.opponent,
         )
 
     def make_episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
@@ -265,7 +260,7 @@ class EpisodeNode(Node):
             by_turn += [(place, one) for (place, _), one in zip(turns, rewards, strict=True)]
         replies = (self._templates.decode_text(one.token_ids[before_reply(one) :]) for one in played.sequences)
         now = time.time()
-        return Episode.of(
+        return Episode.of_prompt(
             prompt,
             prompt_text=played.text,
             response_text="".join(replies),

@@ -21,23 +21,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from flowrl.agents import ReplyParser, parser_problems, reply_parser
-from flowrl.errors import ConfigError, FlowrlError, OutOfService
+from flowrl.agents.chat_template import ASKED, Templates
+from flowrl.errors import ConfigError, FlowrlError, OutOfService, SampleFailed
 from flowrl.graph.node import Context, Facts, Footprint, Node, Share
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
-from flowrl.messages import Message, Prompt, Sample, Weights
+from flowrl.messages import Int32, Message, Prompt, Sample, Weights, no_ids
 from flowrl.messages.episode import Reply, Turn
+from flowrl.messages.sampling import Sampling
 from flowrl.models import Policy, check_model, end_problem, known_context, known_directory, resolve, with_template
 from flowrl.models.model_layout import known_shape
+from flowrl.models.tokens.chat import Chat
 from flowrl.nodes.engine_options import CACHE_FLAGS, FP8, LEAST_CAPABILITY, AdapterSlots, Engine
+from flowrl.nodes.generation.completions import NOTHING, Completion, Response
 from flowrl.nodes.generation.responses import (
     Prefix,
     ResponseLost,
@@ -50,13 +55,16 @@ from flowrl.nodes.generation.responses import (
 from flowrl.nodes.generation.vllm_processes import EngineDied, check_vllm_version, stored_problems
 from flowrl.nodes.generation.vllm_sampler import EVALUATION, VllmSampler, priority_of
 from flowrl.nodes.model_memory import generator_footprint
-from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.training.engine.requirements import check_python_headers
 from flowrl.training.settings import LoRA
 from flowrl.weights.receive import Receiver, make_receiver
 
 Req = TypeVar("Req", bound=Message)
 Rep = TypeVar("Rep", bound=Message)
+TOP_NOTE = (
+    "for entropy and top_logprobs vLLM finds the {} likeliest tokens at each place and sends them with each sampled "
+    "token, samples have {} bytes more a token, and a resumed run begins unfinished responses again"
+)
 GENERATOR_DIED = "generator_died"
 """The recorded reason for abandoning a request that another replica is then asked."""
 
@@ -74,7 +82,7 @@ class Generator(Node):
     `probe_tolerance` is the largest mean difference between the generator's and the trainer's logprobs of the probe;
     None: the difference that the dtypes of both and the engine's quantization explain.
 
-    `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
+    `turns` answers episodes and Ask ports with the `sampling` of training, or with `evaluation` what has no ticket; the
     oldest ticket comes first. Tool calls are parsed by the vLLM parsers that `tool_parser` and `reasoning_parser`
     name, or by the tokenizer's response template.
 
@@ -96,6 +104,8 @@ class Generator(Node):
     _responses: Responses
     _standby: Standby
     _parser: ReplyParser
+    _templates: Templates
+    _chat: Chat
 
     def __init__(
         self,
@@ -129,6 +139,7 @@ class Generator(Node):
     def facts(self) -> Facts:
         return Facts(
             longest_response=self.sampling.max_tokens,
+            columns=self.sampling.columns,
             longest_answer=self._longest_response,
             max_model_len=self.engine.max_model_len,
             concurrency=self.engine.concurrency,
@@ -140,6 +151,7 @@ class Generator(Node):
             cpu_flags=frozenset() if self.gpus or not self.engine.kv_cache_dtype.startswith("fp8") else CACHE_FLAGS,
             optional=("requests", "turns"),
             stands_in=True,
+            takes_schema=True,
         )
 
     def footprint(self, share: Share) -> Footprint | None:
@@ -179,12 +191,15 @@ class Generator(Node):
         return problems
 
     def notes(self) -> list[str]:
+        top = self.sampling.num_top
+        found = [TOP_NOTE.format(top, sum(column.value_bytes for column in self.sampling.columns))] if top else []
         if not self.engine.in_fp8:
-            return []
+            return found
         method = self.engine.quantization
         return [
+            *found,
             f"--engine.quantization {method}: vLLM quantizes the layers' matrices of every version by {FP8[method]}; "
-            "embeddings, norms and the output layer stay in 16 bits"
+            "embeddings, norms and the output layer stay in 16 bits",
         ]
 
     def preflight(self) -> str | None:
@@ -207,8 +222,10 @@ class Generator(Node):
         self._receiver, self._sampler = await self._open_engine()
         await self._sampler.listen()
         if self.turns.live is not None:
+            tokenizer = with_template(self._sampler.tokenizer, self.policy)
+            self._templates, self._chat = Templates(tokenizer), Chat(tokenizer)
             self._parser = reply_parser(
-                with_template(self._sampler.tokenizer, self.policy),
+                tokenizer,
                 tool_parser=self.tool_parser,
                 reasoning_parser=self.reasoning_parser,
             )
@@ -350,14 +367,14 @@ class Generator(Node):
             sampling,
             prompt.seed,
             priority,
-            prefix=prefix_of(prompt),
-            kept=priority != EVALUATION,
+            prefix=NOTHING if sampling.num_top else prefix_of(prompt),
+            kept=priority != EVALUATION and not sampling.num_top,
         )
         response = await self._responses.sample_response(asked)
         num_prompt, num_response = len(prompt.token_ids), len(response)
         mask = np.zeros(num_prompt + num_response, np.bool_)
         mask[num_prompt:] = True
-        return Sample.of(
+        sample = Sample.of_prompt(
             prompt,
             response_text=self._sampler.decode_text(response.token_ids),
             token_ids=np.concatenate([prompt.token_ids, response.token_ids]).astype(np.int32),
@@ -369,20 +386,38 @@ class Generator(Node):
             generator=self.replica_name,
             generated_s=time.time(),
         )
+        found = response.column_values(sampling)
+        for column in sampling.columns if priority != EVALUATION else ():
+            values = column.make_zeros(num_prompt + num_response)
+            values[num_prompt:] = found[column.name]
+            sample = sample.with_column(column, values)
+        return sample
 
     # Turns of episodes
 
     async def _generate_reply(self, turn: Turn) -> Reply:
         arrived_s, held_out = time.monotonic(), turn.ticket < 0
-        usual = self.evaluation if held_out else self.sampling
+        context_ids = no_ids()
+        if turn.messages:
+            context_ids = await self.blocking(self._render_context, turn)
+            turn = replace(turn, token_ids=context_ids, messages=())
+        usual = turn.sampling or (self.evaluation if held_out else self.sampling)
         most, stop = min(usual.max_tokens, turn.max_tokens), (*usual.stop, *turn.stop)
         sampling = replace(usual, max_tokens=most, min_tokens=min(usual.min_tokens, most), stop=stop)
         priority = EVALUATION if held_out else priority_of(turn.ticket)
         asked = TokenRequest(
-            turn.request_id, turn.token_ids, sampling, turn.seed, priority, prefix=prefix_of(turn), kept=not held_out
+            turn.request_id,
+            turn.token_ids,
+            sampling,
+            turn.seed,
+            priority,
+            prefix=NOTHING if sampling.num_top else prefix_of(turn),
+            kept=not held_out and not sampling.num_top,
+            schema=turn.schema,
         )
         try:
-            reply = self._reply_of(turn, await self._responses.sample_response(asked), arrived_s)
+            response = await self._responses.sample_response(asked)
+            reply = self._reply_of(turn, response, arrived_s, response.column_values(sampling))
         except ResponseLost as lost:
             # Another replica is asked. What was sampled here is booked, without the prefix that it has as well.
             sampled = Response(lost.response.parts[1:], lost.response.started_s)
@@ -392,15 +427,29 @@ class Generator(Node):
             raise
         self._count_tokens(turn, reply.token_ids.size - turn.prefix_token_ids.size)
         self.context.ledger.request(turn, reply)
-        return reply
+        return replace(reply, context_ids=context_ids)
+
+    def _render_context(self, turn: Turn) -> Int32:
+        """The context that ends with the turn's messages. Raises SampleFailed if the template cannot render them."""
+        try:
+            if turn.token_ids.size == 0:
+                return self._chat.with_tools(turn.tools).encode_prompt(turn.messages)[1]
+            template, (reply, *new) = self._templates.with_tools(turn.tools), turn.messages
+            sampled = turn.token_ids[turn.token_ids.size - turn.reply_tokens :]
+            between = template.ids_following((ASKED, reply), sampled, new)
+        except ConfigError as problem:
+            raise SampleFailed(f"{self.name} cannot render what it is asked: {problem}") from None
+        return np.concatenate([turn.token_ids, between])
 
     def _count_tokens(self, turn: Turn, num_tokens: int) -> None:
         """Count tokens that were sampled for the turn."""
-        of_training = "tokens_of_opponents" if turn.opponent else "tokens_generated"
+        of_training = "tokens_generated" if turn.trained else "tokens_untrained"
         kind = "tokens_evaluated" if turn.ticket < 0 else of_training
         self.context.metric(kind, num_tokens)
 
-    def _reply_of(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
+    def _reply_of(
+        self, turn: Turn, response: Response, arrived_s: float, columns: Mapping[str, Any] = MappingProxyType({})
+    ) -> Reply:
         parsed = self._parser.parse(response.token_ids, turn.token_ids, turn.tools)
         return Reply(
             request_id=turn.request_id,
@@ -414,6 +463,7 @@ class Generator(Node):
             queued_s=response.started_s - arrived_s,
             generated_s=time.monotonic() - response.started_s,
             generator=self.replica_name,
+            columns=columns,
         )
 
 

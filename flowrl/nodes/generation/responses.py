@@ -24,9 +24,10 @@ from dataclasses import dataclass
 
 from flowrl.graph.node import Context
 from flowrl.messages import Float32, Int32, Weights
+from flowrl.messages.sampling import ReplySchema, Sampling
+from flowrl.nodes.generation.completions import NOTHING, Completion, Response
 from flowrl.nodes.generation.vllm_processes import EngineDied
 from flowrl.nodes.generation.vllm_sampler import VllmSampler
-from flowrl.nodes.sampling import NOTHING, Completion, Response, Sampling
 from flowrl.weights.probe import ProbeCheck
 from flowrl.weights.receive import Receiver
 from flowrl.weights.shm import SegmentLost
@@ -51,6 +52,8 @@ class TokenRequest:
     """The beginning of the response, sampled before."""
     kept: bool = False
     """Whether a checkpoint keeps the tokens so far, under `key`."""
+    schema: ReplySchema | None = None
+    """What the response has to be."""
 
 
 class ResponseLost(EngineDied):
@@ -115,6 +118,7 @@ class Responses:
                 seed=asked.seed,
                 salt=str(self._updates.version),
                 priority=asked.priority,
+                **({} if asked.schema is None else {"schema": asked.schema}),
             )
         )
         self.running[request_id] = response, work

@@ -24,7 +24,7 @@ from typing import Any
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.models.model_files import context_length, stored_dtype
 from flowrl.nodes.engine_options import LARGEST_CACHE, AdapterSlots, Engine, Runner, largest_kv_cache, read_config
-from flowrl.nodes.sampling import NOTHING, Completion
+from flowrl.nodes.generation.completions import NOTHING, Completion
 from flowrl.training.memory import read_shape
 from flowrl.weights.probe import PROBE_TOKENS
 from flowrl.weights.receive import TransferEngine

@@ -20,9 +20,14 @@ from dataclasses import replace
 from multiprocessing import active_children
 from typing import Any, TypeVar
 
+import numpy as np
+
 from flowrl.errors import SampleFailed
 from flowrl.messages import Int32, Weights
+from flowrl.messages.episode import LAST_PLACE
+from flowrl.messages.sampling import ReplySchema, Sampling
 from flowrl.nodes.engine_options import AdapterSlots, Engine
+from flowrl.nodes.generation.completions import NOTHING, Completion, Spans, spread_versions
 from flowrl.nodes.generation.vllm_processes import (
     EngineDied,
     EngineProcesses,
@@ -33,13 +38,12 @@ from flowrl.nodes.generation.vllm_processes import (
     prepare_environment,
     reported_start,
 )
-from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.weights.receive import SEGMENT_ENGINE, TransferEngine
 from flowrl.weights.vllm_process.engine_process import begun_by_us
 from flowrl.wire.activity import apart
 
 T = TypeVar("T")
-TRAINING, EVALUATION = 0, 1 << 30
+TRAINING, EVALUATION = 0, LAST_PLACE
 """Priorities: vLLM schedules the smaller value first. The priorities of tickets are between the two."""
 CLOSE_S = 5.0
 
@@ -146,6 +150,7 @@ class VllmSampler:
         seed: int | None = None,
         salt: str = "",
         priority: int = TRAINING,
+        schema: ReplySchema | None = None,
     ) -> Completion:
         """Continue `token_ids` by sampling. Cancelling this aborts the request. Raises EngineDied, or SampleFailed if
         vLLM refuses the request.
@@ -154,14 +159,14 @@ class VllmSampler:
         """
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         params = SamplingParams(
             **sampling.vllm_arguments(generated=generated, seed=seed),
-            logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
+            structured_outputs=None if schema is None else StructuredOutputsParams(**schema.vllm_arguments()),
         )
         prompt = tokens_input(list(token_ids), cache_salt=salt or None)
         version = self._version
@@ -194,8 +199,16 @@ class VllmSampler:
         """`version` is that of the request's adapter; without adapters, vLLM's spans give the version of each token."""
         if self._adapters is not None:
             spans = [(str(version), 0, len(token_ids))]
-        sampled = logprobs.logprobs[: len(token_ids)]
-        return Completion.copy_of(token_ids, sampled, spread_versions(spans, len(token_ids)), finish_reason)
+        size = len(token_ids)
+        versions = spread_versions(spans, size)
+        if len(logprobs.logprobs) == len(logprobs.start_indices):
+            return Completion.copy_of(token_ids, logprobs.logprobs[:size], versions, finish_reason)
+        # At each place vLLM has the sampled token first, then the likeliest ones, the sampled one among them or not.
+        places = len(logprobs.start_indices)
+        ids = np.array(logprobs.token_ids, np.int32).reshape(places, -1)[:size]
+        values = np.array(logprobs.logprobs, np.float32).reshape(places, -1)[:size]
+        made = Completion.copy_of(token_ids, values[:, 0], versions, finish_reason)
+        return replace(made, top_ids=ids[:, 1:], top_logprobs=values[:, 1:])
 
     async def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p(token t | tokens before t) for t = 1 ... T-1 of each sequence, under the current weights."""

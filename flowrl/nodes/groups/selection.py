@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from flowrl.graph.node import Facts
 from flowrl.graph.ports import Members, Out
 from flowrl.messages import Group, Scored, Trainable
@@ -23,7 +21,7 @@ from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks import Task
 from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward
-from flowrl.training.advantages import all_equal, make_trainable, require_one_seat, whole_reward
+from flowrl.training.advantages import all_equal, require_one_seat, whole_reward
 
 PairReference = Literal["round", "initial"]
 
@@ -69,7 +67,7 @@ class BestOfN(FilteringNode):
 
     def make_group(self, members: Members[Scored], best: Scored) -> Group:
         """A group of one sample in which training raises the probability of every policy token."""
-        sample = make_trainable(best, best.whole_mask.astype(np.float64))
+        sample = Trainable.of(best, 1.0)
         return Group(members.group_id, (sample,), members.size, self._filter.take_sums())
 
 
@@ -181,7 +179,7 @@ class PairMaker(FilteringNode):
         """The pair as neighbours that stay together."""
         pair: list[Trainable] = []
         for sample, label in ((chosen, 1), (rejected, -1)):
-            made = make_trainable(sample, np.zeros(len(sample.token_ids)))
+            made = Trainable.of(sample, 0.0)
             labelled = replace(made, label=label, pair=members.group_id)
             own = self.reference == "round"  # then the reference is the policy that sampled the pair
             pair.append(replace(labelled, ref_logprobs=sample.behavior_logprobs) if own else labelled)

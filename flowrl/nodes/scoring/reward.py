@@ -19,7 +19,7 @@ from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.graph.node import Context, Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
-from flowrl.nodes.scoring.shaping import Shaping, add_reward
+from flowrl.nodes.scoring.shaping import Shaping
 from flowrl.tasks import KnownRows, Row, Task, asked_columns, load_rows, reward_parts
 from flowrl.tasks.reward_calls.http import AWAY_S, Patience
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
@@ -238,9 +238,7 @@ class Reward(Node):
         reward = self.shaping.shape_reward(
             verdicts.rewards[0], parts, num_tokens=sample.response_tokens, truncated=sample.truncated
         )
-        scored = add_reward(sample, reward=reward, raw_reward=verdicts.scores[0], reward_parts=parts)
-        self.context.ledger.scored(scored)
-        await self.scored.send(scored)
+        await self.scored.send(Scored.of(sample, reward, verdicts.scores[0], **parts))
 
 
 COMPARED_S = 60.0

@@ -30,7 +30,7 @@ from flowrl.models.tokens.text_tokens import separator_of, split_steps, step_tok
 from flowrl.models.tokens.tool_form import uses_tools
 from flowrl.nodes.scoring.reward import FailingRewards, RewardFunctions
 from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass
-from flowrl.nodes.scoring.shaping import Shaping, add_reward
+from flowrl.nodes.scoring.shaping import Shaping
 from flowrl.tasks import KnownRows, Row, Task, parts_of
 from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
@@ -177,7 +177,6 @@ class RewardModel(ScoringNode):
                 raise SampleFailed(bad.reason) from bad
         scored = self.scored_sample(sample, score, verdicts, more)
         self._failing.note_scored()
-        self.context.ledger.scored(scored)
         await self.scored.send(scored)
 
     async def _score_held_out(self, asked: ScoreQuestion) -> ModelScore:
@@ -238,7 +237,7 @@ class RewardModel(ScoringNode):
             summed, raw = summed + beside.rewards[0], raw + beside.scores[0]
             parts |= named_parts(self._functions.parts, beside)
         shaped = self.shaping.shape_reward(summed, parts, num_tokens=sample.response_tokens, truncated=sample.truncated)
-        return add_reward(sample, reward=shaped, raw_reward=raw, reward_parts=parts)
+        return Scored.of(sample, shaped, raw, **parts)
 
 
 def renders_alike(policy: Any, reward_model: Any, conversations: list[list[Any]]) -> bool:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from flowrl.messages import Sample, Scored
 
 
 @dataclass(frozen=True)
@@ -72,9 +67,3 @@ class Shaping:
         if found:
             found[-1] += shaped - sum(found)
         return found
-
-
-def add_reward(sample: Sample, **content: Any) -> Scored:
-    """`sample` with its reward; `content` are the fields of `Scored` that say it."""
-    fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
-    return Scored(**fields, **content, scored_s=time.time())

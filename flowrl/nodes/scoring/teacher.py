@@ -8,12 +8,11 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Float32, Group, Sample, Scored
+from flowrl.messages import Float32, Group, Sample, Scored, Trainable
 from flowrl.models import Policy, require_same_vocabulary
 from flowrl.models.tokens.vocabulary import untold_vocabulary, vocabulary_problem
 from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, require_one_sequence
-from flowrl.nodes.scoring.shaping import add_reward
-from flowrl.training.advantages import Array, distillation_advantages, make_trainable
+from flowrl.training.advantages import Array, distillation_advantages
 from flowrl.training.settings import Dtype, Layout
 
 Judgement = tuple[Float32, Float32]
@@ -74,7 +73,6 @@ class Teacher(ScoringNode):
         require_one_sequence([sample], "a Teacher")
         logprobs, hidden = await self._pass.ask_model(sample)
         scored = scored_by_teacher(sample, logprobs, hidden if self.exact else None)
-        self.context.ledger.scored(scored)
         await self.scored.send(scored)
 
     def _judge_samples(self, samples: list[Sample]) -> list[Judgement]:
@@ -108,7 +106,7 @@ class TeacherAdvantage(Node):
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
-            samples = tuple(make_trainable(sample, self.token_advantages(sample)) for sample in members.items)
+            samples = tuple(Trainable.of(sample, self.token_advantages(sample)) for sample in members.items)
             await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
 
     def token_advantages(self, sample: Scored) -> Array:
@@ -127,4 +125,4 @@ def scored_by_teacher(sample: Sample, teacher_logprobs: Float32, hidden: Float32
     gap_T = distillation_advantages(teacher_logprobs, sample.behavior_logprobs, sample.policy_mask)
     reward = float(gap_T.sum()) / max(1, sample.response_tokens)
     taught = replace(sample, teacher_logprobs=teacher_logprobs, teacher_hidden=hidden)
-    return add_reward(taught, reward=reward, raw_reward=reward)
+    return Scored.of(taught, reward)

@@ -145,7 +145,7 @@ def given_sample(token_ids: Int32, mask: Bool, *, response_text: str, **fields: 
 def answered_prompt(prompt: Prompt, token_ids: Int32, mask: Bool, **fields: Any) -> Sample:
     """The rollout of a prompt whose answer is given: the tokens in `mask`. `fields` are further fields of `Sample`."""
     defaults: dict[str, Any] = {"versions": np.full(len(token_ids), -1, np.int32)}
-    return Sample.of(
+    return Sample.of_prompt(
         prompt,
         **(defaults | fields),
         token_ids=token_ids,

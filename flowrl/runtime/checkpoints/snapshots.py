@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Scored
+from flowrl.messages.episode import AskRecord
 from flowrl.runtime.checkpoints.checkpoint import STEP_DIR, steps_of
 from flowrl.wire.encoding.codec import dump_value, load_message
 from flowrl.wire.encoding.schema import Envelope
@@ -83,6 +84,8 @@ class Snapshot:
     """sample_id, or id of a request -> (token_ids, logprobs, versions) of the tokens generated so far."""
     records: dict[ItemKey, Record] = field(default_factory=dict)
     """Item in progress -> the record that its node keeps with it."""
+    asks: dict[ItemKey, AskRecord] = field(default_factory=dict)
+    """Item in progress -> the replies to what its node has asked for it."""
 
     def add_part(self, part: Mapping[str, Any]) -> None:
         """Add a process's answer to "snapshot"."""
@@ -99,7 +102,12 @@ class Snapshot:
         """Add messages and records of a process. A record has its item's in port as edge, and its item's id."""
         for one in saved:
             _, edge, _, envelope = one
-            if isinstance(envelope.body, Record):
+            if isinstance(envelope.body, AskRecord):
+                # A replica that has not taken the item has a copy too, from an earlier checkpoint, with fewer replies.
+                known = self.asks.setdefault((edge, envelope.id), envelope.body)
+                if len(envelope.body.replies) > len(known.replies):
+                    self.asks[edge, envelope.id] = envelope.body
+            elif isinstance(envelope.body, Record):
                 self.records[edge, envelope.id] = envelope.body
             else:
                 self.messages.append(one)
@@ -118,6 +126,14 @@ class Snapshot:
                 body = lost.get(rank) or self._fill_in(place, envelope.body)
                 found.append((producer, edge, rank, replace(envelope, body=body)))
         return found
+
+    def unfinished_asks(self) -> list[SavedMessage]:
+        """The replies for items among the messages to send again; each has its item's in port as edge."""
+        if not self.asks:
+            return []
+        places = {(edge.split(" -> ")[1], envelope.id) for _, edge, _, envelope in self.unfinished()}
+        asked = [(place, record) for place, record in self.asks.items() if place in places]
+        return [("", port, "", Envelope(key, body=record)) for (port, key), record in asked]
 
     def _fill_in(self, place: ItemKey, body: Message) -> Message:
         """The message with the record that is kept with it, and both with the tokens generated so far for them."""
@@ -182,8 +198,9 @@ def samples_in(messages: Iterable[SavedMessage]) -> tuple[set[str], set[str]]:
 
 
 def kept_requests(messages: Iterable[SavedMessage]) -> set[str]:
-    """Ids of the requests whose replies are in records of these messages."""
-    records = [getattr(envelope.body, "record", None) for *_, envelope in messages]
+    """Ids of the requests whose replies are in records of these messages, or in those that are records."""
+    bodies = [envelope.body for *_, envelope in messages]
+    records = [body if isinstance(body, Record) else getattr(body, "record", None) for body in bodies]
     return {request_id for record in records if isinstance(record, Record) for request_id in record.request_ids}
 
 
@@ -196,6 +213,7 @@ def write_state(directory: Path, snapshot: Snapshot, facts: Mapping[str, Any]) -
         "format": FORMAT,
         "facts": dict(facts),
         "messages": [(*place, pack_envelope(envelope)) for *place, envelope in snapshot.unfinished()],
+        "asked": [(*place, pack_envelope(envelope)) for *place, envelope in snapshot.unfinished_asks()],
         "sent": list(snapshot.sent | (snapshot.sent_before - snapshot.left_out)),
         "cursors": snapshot.cursors,
         "states": snapshot.states,
@@ -219,12 +237,18 @@ def read_state(directory: Path) -> dict[str, Any]:
         if content["format"] != FORMAT:
             raise ConfigError(f"{directory}: checkpoint format {content['format']}, but this flowrl reads {FORMAT}")
         content["messages"] = unpack_page(content["messages"])
+        content["asked"] = unpack_page(content.get("asked", ()))
         for producer, edge, consumer, envelope in content["messages"]:
             name, replica = producer.split("/")
             out, into = edge.split(" -> ")
             _require_all(str, name, out, into, consumer, envelope.group_id)
             _require_all(int, int(replica), envelope.ticket, envelope.member)
             _require_all(bytes, envelope.id)
+        for _, port, _, envelope in content["asked"]:
+            _require_all(str, *port.split("."))
+            _require_all(bytes, envelope.id)
+            _require_all(AskRecord, envelope.body)
+        _require_all(int, *(int(replica_id.split("/")[1]) for replica_id in content["states"]))
         _require_all(dict, content["facts"], content["cursors"], content["states"])
         _require_all(str, *content["cursors"], *content["states"])
         _require_all(int, *content["cursors"].values())
@@ -236,7 +260,7 @@ def read_state(directory: Path) -> dict[str, Any]:
         raise damaged_state(directory, problem) from None
 
 
-def _require_all(kind: type, *values: Any) -> None:
+def _require_all(kind: type[Any], *values: Any) -> None:
     for value in values:
         if not isinstance(value, kind):
             raise TypeError(f"{value!r:.40} in place of {kind.__name__}")

@@ -249,12 +249,12 @@ class Driver:
             await self.processes.ask_processes("setup")
 
             # All processes are set up: open the run's files, rewound to the checkpoint if the run resumes.
-            messages = await self.checkpoints.put_back()
+            messages, asked = await self.checkpoints.put_back()
             with convert_write_errors(self.job.run_dir):
                 await asyncio.to_thread(self.job.rewind)
                 self.records.open(self._endpoint, self.stop_early)
             self.lookout.accounting = accounting = self.records.accounting
-            accounting.note_kept(*snapshots.samples_in(messages), snapshots.kept_requests(messages))
+            accounting.note_kept(*snapshots.samples_in(messages), snapshots.kept_requests([*messages, *asked]))
             if (source := self.job.resume_from) is not None:
                 self.view.progress("driver", f"resumed from {source.name}: {len(messages)} messages in flight")
         await self.phases.hold_resumed()

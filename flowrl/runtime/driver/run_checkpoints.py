@@ -194,6 +194,9 @@ class Snapshotter:
             index = int(replica) % len(orders.replicas(name))
             replica_id = f"{name}/{index}"
             messages[orders.host_of(replica_id)].append((replica_id, edge, consumer, envelope))
+        for _, port, consumer, envelope in state["asked"]:
+            for replica_id in orders.replicas(port.partition(".")[0]):  # whichever of them takes the item
+                messages[orders.host_of(replica_id)].append((replica_id, port, consumer, envelope))
 
         def states_in(host: str) -> dict[str, Any]:
             """What the replicas there had; all ids in "sent", because nobody knows who has sent them."""
@@ -350,14 +353,14 @@ class RunCheckpoints:
             orders, nodes, job.run_dir, (*at_barrier, *self._own_clocks), keep=job.options.keep, lend=lend
         )
 
-    async def put_back(self) -> list[Any]:
-        """Send the processes the content of the checkpoint that the run resumes. Returns its messages, or []."""
+    async def put_back(self) -> tuple[list[Any], list[Any]]:
+        """Send the processes the content of the checkpoint that the run resumes. Returns its messages, and replies to
+        what was asked for them."""
         if self._job.resume_from is None:
-            return []
+            return [], []
         state = await asyncio.to_thread(snapshots.read_state, self._job.resume_from)
         await self._snapshotter.put_back(state)
-        messages: list[Any] = state["messages"]
-        return messages
+        return state["messages"], state["asked"]
 
     async def keep_best(self, best: Best) -> None:
         """Write a checkpoint of the current version, which is the best so far; the trainers take no batch."""

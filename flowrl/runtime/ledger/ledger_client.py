@@ -19,7 +19,7 @@ import numpy as np
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
-from flowrl.messages.episode import Episode, Reply, Turn
+from flowrl.messages.episode import Episode, Reply, Turn, empty_reply
 from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_by_sequence
 from flowrl.wire.encoding.cost import chunked
 
@@ -31,6 +31,10 @@ SEND_WITHIN_S = 0.05
 BOOKED_WITHIN_S = 60.0
 """A server that answers now has sent its reports of answers this long ago: its loop runs, and so do its timers."""
 DRIVER = "driver"
+CANCELLED = "cancelled"
+"""Why a request is abandoned: who asked has left, or its session has ended, before the reply."""
+NOT_USED = "not_used"
+"""Why a request is abandoned: its reply is in no sequence of the sample that it was asked for."""
 AGAIN = "request again"
 """Kind of the report of a request that its caller makes."""
 EARLY = "rows"
@@ -174,7 +178,7 @@ class LedgerClient:
     def request(self, turn: Turn, reply: Reply) -> None:
         """Report that the request of a turn has ended. The generator calls this before it answers.
 
-        Held-out turns are not booked, and neither are those of opponents.
+        Held-out turns are not booked, and neither are those that are not trained.
         """
         if _is_booked(turn):
             self._add("request", *_request_row(turn, reply))
@@ -216,6 +220,17 @@ class LedgerClient:
         if _is_booked(turn):
             self._add("request lost", *_request_row(turn, reply), reason)
 
+    def cancelled(self, turn: Turn) -> None:
+        """Report that a turn was given up before its reply, so that its number is not missing.
+
+        The generator's own report of the request may also arrive, before or after this: the second `abandoned` is for
+        that report.
+        """
+        if _is_booked(turn):
+            self.request(turn, empty_reply(turn))
+            for _ in range(2):
+                self.abandoned(turn.request_id, CANCELLED)
+
     def abandoned(self, request_id: str, reason: str) -> None:
         """Report that the reply of a request that has ended is not used, for example because the call was cancelled."""
         self._add("abandoned", request_id, reason)
@@ -230,6 +245,21 @@ class LedgerClient:
         prompt_tokens = spans[0].start if spans else len(episode.token_ids)
         row = (episode.environment, episode.attempts, episode.turns, truncated, seconds, time.time())
         self._add("episode", *_rollout_row(episode), prompt_tokens, row)
+
+    def sampled(self, sample: Sample, replies: Sequence[Reply], unused: Iterable[str], seconds: float) -> None:
+        """Report a sample that a node has made of replies, instead of `generated`: an episode of this node.
+
+        `unused` are the other requests that were asked for the sample and have ended.
+        """
+        for request_id in unused:
+            self.abandoned(request_id, NOT_USED)
+        if sample.sample_id in self._replies:  # a derived sample is reported when it is sent
+            arrays = [(r.context_ids, r.token_ids, r.behavior_logprobs, r.versions) for r in replies]
+            self._replies[sample.sample_id].update(request_digest(*of_reply) for of_reply in arrays)
+            return
+        cut = "tokens" if replies[-1].finish_reason == "length" else None
+        row = (self.replica.partition("/")[0], 1, len(replies), cut, seconds, time.time())
+        self._add("episode", *_rollout_row(sample), replies[0].context_ids.size, row)
 
     def episode_failed(
         self, sample_id: str, environment: str, attempts: int, turns: int, cause: str, seconds: float
@@ -315,7 +345,7 @@ class LedgerClient:
 
 
 def _is_booked(turn: Turn) -> bool:
-    return turn.ticket >= 0 and not turn.opponent
+    return turn.ticket >= 0 and turn.trained
 
 
 def _admitted_rows(samples: Sequence[Prompt]) -> list[tuple[Any, ...]]:
@@ -323,12 +353,17 @@ def _admitted_rows(samples: Sequence[Prompt]) -> list[tuple[Any, ...]]:
 
 
 def _digest_of(turn: Turn, reply: Reply) -> str:
-    return request_digest(turn.token_ids, reply.token_ids, reply.behavior_logprobs, reply.versions)
+    return request_digest(_context_of(turn, reply), reply.token_ids, reply.behavior_logprobs, reply.versions)
+
+
+def _context_of(turn: Turn, reply: Reply) -> Int32:
+    """The tokens that the reply continues: the generator renders those of messages."""
+    return reply.context_ids if turn.messages else turn.token_ids
 
 
 def _request_row(turn: Turn, reply: Reply) -> tuple[Any, ...]:
     """The report of a request that has ended now; generator and caller make the same one, except for the time."""
-    digest, context = _digest_of(turn, reply), len(turn.token_ids)
+    digest, context = _digest_of(turn, reply), len(_context_of(turn, reply))
     place = (turn.request_id, turn.sample_id, turn.attempt, turn.turn)
     sizes = (len(reply.token_ids), context, reply.cached_tokens)
     return (*place, digest, *sizes, *_version_range(reply.versions), reply.generator, reply.finish_reason, time.time())

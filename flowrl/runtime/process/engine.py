@@ -27,6 +27,7 @@ from flowrl.graph.machine import require_files
 from flowrl.graph.node import Node
 from flowrl.hub import take_commits
 from flowrl.machine.processes import pid_space
+from flowrl.messages.episode import AskRecord
 from flowrl.runtime.checkpoints.snapshots import SavedMessage, as_frame, pack_pages, unpack_page
 from flowrl.runtime.process.context import DRIVER, ReplicaPlace
 from flowrl.runtime.process.replica import Replica, connect_ports
@@ -438,9 +439,12 @@ class ProcessEngine:
                 out.cursor = body["cursors"].get(f"{replica_id} {name}", 0)
 
     async def _send_again(self, host: str, page: list[Any]) -> None:
-        """Accept messages of a checkpoint; they are sent on their lanes when the nodes run."""
+        """Accept messages of a checkpoint, which are sent on their lanes when the nodes run, and replies for them."""
         for replica_id, edge, consumer, envelope in unpack_page(page):
-            self.replicas[replica_id].restore((edge, consumer, envelope))
+            if isinstance(envelope.body, AskRecord):
+                self.replicas[replica_id].open_items.asked_before[edge, envelope.id] = envelope.body
+            else:
+                self.replicas[replica_id].restore((edge, consumer, envelope))
 
     async def _call_node(self, host: str, body: dict[str, Any]) -> Any:
         """Call a node's coroutine method: checkpoint, snapshot, evaluate, finish."""

@@ -15,7 +15,7 @@ from flowrl.graph.analysis.plan import LanePlan, Plan
 from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Node
-from flowrl.graph.ports import Call, In, Out, Serve
+from flowrl.graph.ports import Ask, Call, In, Out, Serve
 from flowrl.messages import Message, Prompt, Sample, Tombstone
 from flowrl.messages.base import type_name
 from flowrl.messages.episode import Turn
@@ -23,6 +23,7 @@ from flowrl.runtime.checkpoints.snapshots import SavedMessage
 from flowrl.runtime.process.context import DRIVER, NodeContext, ReplicaPlace
 from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.wire.activity import Activity, Lease, as_failure, in_invocation, reasons_alive
+from flowrl.wire.asks import PolicyCall
 from flowrl.wire.control import Answer
 from flowrl.wire.derived_samples import DerivedNumbers, DerivedSamples
 from flowrl.wire.edges import Inbox, OutEdge
@@ -61,7 +62,7 @@ class Replica:
         self.ended = False
         self._closed_by: set[str] = set()
         """The reasons for which in ports currently take nothing, or out ports send nothing."""
-        node.context = self.context
+        node.context = self.activity.pending.context = self.context
 
     async def run(self) -> None:
         """Run the body, then close the out ports. Raises what the body, or the forwarding of a loss, raised."""
@@ -125,10 +126,16 @@ class Replica:
         self.context.endpoint.notify(DRIVER, "give up", body)
 
     def _report_finished(self, item: Item) -> None:
-        """If this node is a trainer, report the samples of `item` as finished: the trainer has to book them."""
+        """If this node is a trainer, report the samples of `item` as finished: the trainer has to book them.
+
+        What was asked for the item ends with it.
+        """
         if item.derived_as is not None:
             self.context.ledger.forget_replies(item.derived_as.sample_id)
             return
+        for call in self.calls if item.asks is not None else ():
+            if isinstance(call, PolicyCall):
+                call.end_asks(item)
         if self.place.node in self.trainers and item.lost is None:
             self._note_samples([item])
             self.context.ledger.finished(self.place.node, [sample.sample_id for sample in samples_of(item.body)])
@@ -220,7 +227,7 @@ class Replica:
         """The messages that no consumer has finished, and records of items in progress, for `Snapshot.add_saved`."""
         replica_id = self.place.replica_id
         messages = [(replica_id, *kept) for out in self.outbound.values() for kept in out.unacked()]
-        records = self.open_items.kept_records()
+        records = [*self.open_items.kept_records(), *self.open_items.kept_asks()]
         return messages + [(replica_id, port, "", Envelope(key, body=record)) for (port, key), record in records]
 
     def sent_already(self) -> list[bytes]:
@@ -302,7 +309,7 @@ def connect_ports(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint
         elif isinstance(port, Out):
             port.live = replica.outbound[port.name] = _connect_out(replica, graph, plan, endpoint, port_plans[label])
         elif isinstance(port, Call):
-            port.live = _connect_call(replica, plan, endpoint, label)
+            port.live = _connect_call(replica, plan, endpoint, port)
         elif isinstance(port, Serve):
             port.live = _connect_serve(replica, plan, endpoint, label)
 
@@ -371,13 +378,18 @@ def _connect_out(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint,
     return Outbound(label, edges, replica, _find_trainers(plan, port_plan), counted=port_plan.counted)
 
 
-def _connect_call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveCall | None:
+def _connect_call(replica: Replica, plan: Plan, endpoint: Endpoint, port: Call[Any, Any]) -> LiveCall | None:
+    label = f"{replica.place.node}.{port.name}"
     calls = [w for w in plan.calls if w.caller == replica.place.replica_id and w.edge.startswith(f"{label} -> ")]
     if not calls:
         return None
     ledger = replica.context.ledger
     answered = (ledger.answered,) if calls[0].types[0] == type_name(Turn) else ()
-    live = LiveCall(label, calls, endpoint, replica.activity, replica.context.metric, *answered)
+    around = (label, calls, endpoint, replica.activity, replica.context.metric, *answered)
+    live = LiveCall(*around)
+    if isinstance(port, Ask):
+        seed, items = replica.place.seed, replica.open_items
+        live = PolicyCall(*around, server=port.server, open_items=items, reports=ledger, seed=seed)
     replica.calls.append(live)
     return live
 

@@ -161,7 +161,7 @@ MUTANTS = (
         name="opponent_tokens_booked",
         fault="what an opponent says is booked as the policy's",
         function="_is_booked",
-        before="return turn.ticket >= 0 and not turn.opponent",
+        before="return turn.ticket >= 0 and turn.trained",
         after="return turn.ticket >= 0",
         test="tests/runtime/runs/test_runtime_seats.py::test_an_opponent_is_part_of_the_environment",
     ),

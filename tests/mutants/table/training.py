@@ -240,9 +240,9 @@ MUTANTS = (
     Mutant(
         name="episode_masked",
         fault="an episode that was cut off is trained although it should be masked",
-        function="make_trainable",
-        before="if isinstance(sample, Episode) and sample.masked:",
-        after="if isinstance(sample, Episode) and not sample.sample_id:",
+        function="Trainable.of",
+        before='if getattr(scored, "masked", False):',
+        after='if getattr(scored, "not_masked", False):',
         test="tests/runtime/runs/test_runtime_episodes.py::test_episodes_that_a_limit_cut_off",
     ),
     Mutant(

@@ -99,6 +99,7 @@ def test_every_figure_of_a_run_is_in_the_table(tmp_path: Path) -> None:
             "repeated_tokens_share",
             "sequences_per_sample",
             "tokens_of_opponents",
+            "tokens_untrained",
             "checkpoint_pause_s",
         ):
             assert figure in names, figure

@@ -60,7 +60,7 @@ def test_each_seat_has_a_sequence_of_what_it_saw_and_said() -> None:
         "<|user|>you are 1\nother said 3<|end|><|assistant|>5<|end|><|user|>other said 4<|end|><|assistant|>end<|end|>",
     ]
     assert sampled(episode) == ["3<|end|>4<|end|>", "5<|end|>end<|end|>"]
-    assert [(turn.turn, turn.opponent) for turn in script.turns] == [(number, False) for number in range(4)]
+    assert [(turn.turn, turn.trained) for turn in script.turns] == [(number, True) for number in range(4)]
     assert len({turn.seed for turn in script.turns}) == 4
 
 
@@ -119,7 +119,7 @@ def test_an_opponents_tokens_are_no_part_of_the_episode(seat: int) -> None:
     assert sampled(episode) == ["3<|end|>end<|end|>"] and "other said 7" in texts(episode)[0]
     assert episode.turns == 2 and [turn.turn for turn in policy.turns] == [0, 1]
     assert [turn.turn for turn in opponent.turns] == list(range(len(opponent.turns)))
-    assert all(turn.opponent for turn in opponent.turns) and not any(turn.opponent for turn in policy.turns)
+    assert all(turn.trained for turn in policy.turns) and not any(turn.trained for turn in opponent.turns)
     ids = [turn.request_id for turn in (*policy.turns, *opponent.turns)]
     assert len(set(ids)) == len(ids) == len({turn.seed for turn in (*policy.turns, *opponent.turns)})
     assert episode.reward == episode.raw_reward == dict(episode.seat_rewards)[seat] == 13.0

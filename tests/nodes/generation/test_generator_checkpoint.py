@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from flowrl.messages import Sample
+from flowrl.messages.sampling import Sampling
 from flowrl.models import Policy
+from flowrl.nodes.generation.completions import Completion
 from flowrl.nodes.generation.generator import Generator
 from flowrl.nodes.generation.responses import Responses
 from flowrl.nodes.generation.vllm_sampler import EVALUATION, TRAINING
-from flowrl.nodes.sampling import Completion, Sampling
 from tests.nodes.generation.generator_rig import RecordingContext, make_prompt
 from tests.rigs.ticks import ticks
 

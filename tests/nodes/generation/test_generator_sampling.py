@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.messages.sampling import Sampling, continued_seed, estimate_entropy
 from flowrl.models import Policy
 from flowrl.nodes.engine_options import Engine
 from flowrl.nodes.generation import vllm_processes
+from flowrl.nodes.generation.completions import Completion, Response, spread_versions
 from flowrl.nodes.generation.generator import Generator
 from flowrl.nodes.generation.vllm_processes import log_place
-from flowrl.nodes.sampling import Completion, Response, Sampling, continued_seed, spread_versions
 
 
 def test_default_sampling_is_fit_for_training() -> None:
@@ -137,3 +138,32 @@ def test_where_the_engines_last_words_are_is_told(tmp_path: Path) -> None:
     assert log_place(writer) == "its own log lines above"
     os.close(reader)
     os.close(writer)
+
+
+def test_an_entropy_is_exact_with_the_whole_vocabulary_and_a_bound_without() -> None:
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(50, 12)) * 3
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    exact = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    ordered = np.sort(logprobs, axis=1)[:, ::-1].astype(np.float32)
+    assert np.allclose(estimate_entropy(ordered[:, 0], ordered), exact, atol=1e-5)
+    for most in (1, 3, 8):
+        for sampled in (ordered[:, 0], ordered[:, -1]):  # among the likeliest, or not
+            found = estimate_entropy(sampled, ordered[:, :most])
+            rest = 1 - np.exp(ordered[:, :most]).sum(axis=1)
+            assert (found <= exact + 1e-5).all() and (exact - found <= rest * np.log(12 - most) + 1e-5).all()
+
+
+def test_the_columns_are_those_that_are_asked_for() -> None:
+    sampling = Sampling(entropy=True, top_logprobs=2)
+    assert [str(column) for column in sampling.columns] == [
+        "entropy (float32 for each token)",
+        "top_logprobs (float32[2] for each token)",
+        "top_token_ids (int32[2] for each token)",
+    ]
+    assert sampling.vllm_arguments()["logprobs"] == sampling.num_top == 20
+    top_ids, top = np.arange(6, dtype=np.int32).reshape(2, 3), np.log([[0.5, 0.3, 0.2], [0.9, 0.1, 1e-9]])
+    found = sampling.column_values(np.log([0.5, 0.9]), top_ids, top.astype(np.float32))
+    assert found["top_token_ids"].tolist() == [[0, 1], [3, 4]] and found["entropy"].shape == (2,)
+    assert not Sampling().columns and Sampling().vllm_arguments()["logprobs"] == 0
+    assert any("top_logprobs is 21" in text for text in Sampling(top_logprobs=21).find_problems(trained=True))

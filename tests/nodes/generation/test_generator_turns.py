@@ -14,13 +14,14 @@ import pytest
 from flowrl.agents import reply_parser
 from flowrl.errors import OutOfService
 from flowrl.messages.episode import Reply, Turn
+from flowrl.messages.sampling import Sampling
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import tool_tokenizer
+from flowrl.nodes.generation.completions import Completion
 from flowrl.nodes.generation.generator import Generator, Standby
 from flowrl.nodes.generation.responses import Responses
 from flowrl.nodes.generation.vllm_processes import EngineDied, engine_died
 from flowrl.nodes.generation.vllm_sampler import EVALUATION, priority_of
-from flowrl.nodes.sampling import Completion, Sampling
 from tests.nodes.generation.generator_rig import RecordingContext, make_prompt
 from tests.rigs.ticks import ticks
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from flowrl.agents.call_parser import ParsedReply
 from flowrl.environments import Action, Env, Observation, Step
+from flowrl.messages.sampling import Sampling
 from flowrl.models.tokens.characters import character_tokenizer
+from flowrl.nodes.generation.completions import Completion
 from flowrl.nodes.generation.generator import Generator, Standby
 from flowrl.nodes.generation.responses import Prefix, Responses
 from flowrl.nodes.generation.vllm_processes import engine_died
-from flowrl.nodes.sampling import Completion, Sampling
 
 TOKENIZER = character_tokenizer()
 LETTERS = TOKENIZER("abc")["input_ids"]

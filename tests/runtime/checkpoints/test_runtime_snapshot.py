@@ -243,7 +243,9 @@ def test_a_host_gets_the_states_of_its_own_replicas_alone() -> None:
     states = {"a/0": b"x", "a/10": b"yz", "gone/0": b"nobody's"}
     orders = TwoHosts(cast(Any, None), cast(Any, SimpleNamespace(hosts=hosts)), ["A", "B"], cast(Any, None))
     snapshotter = Snapshotter(orders, {}, Path("/tmp"), keep=0)
-    asyncio.run(snapshotter.put_back({"messages": [], "sent": [b"1"], "cursors": cursors, "states": states}))
+    asyncio.run(
+        snapshotter.put_back({"messages": [], "asked": [], "sent": [b"1"], "cursors": cursors, "states": states})
+    )
     assert {host: body["cursors"] for host, body in given.items()} == {
         "A": {"a/1 out": 3},
         "B": {"a/10 out": 4, "b/0 out": 5},

@@ -16,7 +16,6 @@ from flowrl.graph.analysis.report import render_report
 from flowrl.messages import Branch, Sample, Trainable
 from flowrl.runtime.ledger.token_digest import policy_spans
 from flowrl.testing import run_graph, sample, scored
-from flowrl.training.advantages import make_trainable
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.wire.encoding.codec import dump_value, load_value
 from tests.runtime.ledger import column_nodes
@@ -131,7 +130,7 @@ def with_branch() -> Trainable:
     ids = np.array([7, 8], np.int32)
     branch = Branch(ids, np.array([False, True]), np.zeros(2, np.float32), np.zeros(2, np.int32))
     whole = scored(0, 1.0, branches=(branch,), ref_logprobs=np.arange(7, dtype=np.float32))
-    made = make_trainable(whole, np.arange(7.0))
+    made = Trainable.of(whole, np.arange(7.0))
     made = made.with_column(column_nodes.EXPERTS, np.arange(28, dtype=np.uint8).reshape(7, 4))
     return made.with_column(column_nodes.IMAGE, np.array([[3, 4]]))
 
@@ -186,4 +185,4 @@ def test_a_loss_gets_zeros_for_the_padding_of_an_empty_micro_batch() -> None:
 
 
 def scored_trainable() -> Trainable:
-    return make_trainable(scored(0, 1.0), np.zeros(5))
+    return Trainable.of(scored(0, 1.0), np.zeros(5))

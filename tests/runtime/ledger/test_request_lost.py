@@ -93,7 +93,7 @@ def test_an_answer_that_was_on_the_way_is_booked_too_and_others_are_not(tmp_path
         client.server_lost([dead])
         client.answered(dead, turn, reply)
         client.answered(dead, replace(others[1][0], ticket=-1), others[1][1])
-        client.answered(dead, replace(others[1][0], opponent=True), others[1][1])
+        client.answered(dead, replace(others[1][0], trained=False), others[1][1])
         client.answered("judge/9", *others[1])
         client.flush()
         commit(small)

@@ -12,13 +12,13 @@ import numpy as np
 
 from benchmarks.runs.stages import SleepingTrainer
 from flowrl import Graph, In, Node, Out, Serve, Weights
+from flowrl.agents.chat_template import Templates
 from flowrl.environments import Action, Env, Observation, Step
 from flowrl.graph.node import Facts
 from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import CHAT_TEMPLATE, character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, GroupAdvantage, Limits, TokenBatch
-from flowrl.nodes.episodes.attempt import Templates
 from flowrl.training.advantages import Estimate
 
 TOKENS = 400
