@@ -43,6 +43,8 @@ Estimator = Literal[
     "reinforce", "reinforce_baseline", "dr_grpo", "rloo", "group_norm", "max_rl", "pass_at_k", "gdpo", "gae"
 ]
 
+SUM_BLOCK = 16
+"""Terms that are summed by one product: the fastest of 16 to 256, for 2,048 to 32,768 terms."""
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 BASELINE_ESTIMATORS = ("reinforce_baseline", "dr_grpo", "rloo", "group_norm")
 """Estimators that compare rewards of any scale, of whole samples or of turns, with those of the group."""
@@ -145,11 +147,8 @@ def token_rewards(
 def returns_to_go(rewards_BT: Array, mask_BT: Mask, *, gamma: float = 1.0) -> Array:
     """A_t = Σ_{k≥t} γ^{k−t} r_k over the policy's own tokens; other tokens are not time steps."""
     result = np.zeros_like(rewards_BT)
-    for b, mask_T in enumerate(mask_BT):
-        running = 0.0
-        for t in np.flatnonzero(mask_T)[::-1]:
-            running = rewards_BT[b, t] + gamma * running
-            result[b, t] = running
+    for rewards_T, mask_T, sums_T in zip(rewards_BT, mask_BT, result, strict=True):
+        sums_T[mask_T] = discounted_sums(rewards_T[mask_T], gamma)
     return result
 
 
@@ -160,13 +159,30 @@ def compute_gae(rewards_BT: Array, values_BT: Array, mask_BT: Mask, *, gamma: fl
     """
     advantages_BT = np.zeros_like(rewards_BT)
     for b, mask_T in enumerate(mask_BT):
-        running = next_value = 0.0
-        for t in np.flatnonzero(mask_T)[::-1]:
-            delta = rewards_BT[b, t] + gamma * next_value - values_BT[b, t]
-            running = delta + gamma * lam * running
-            advantages_BT[b, t] = running
-            next_value = values_BT[b, t]
+        values_P = values_BT[b, mask_T]  # P: the policy's own tokens, which are the time steps
+        deltas_P = rewards_BT[b, mask_T] + gamma * np.append(values_P[1:], 0.0) - values_P
+        advantages_BT[b, mask_T] = discounted_sums(deltas_P, gamma * lam)
     return advantages_BT, np.where(mask_BT, advantages_BT + values_BT, 0.0)
+
+
+def discounted_sums(terms_T: Array, discount: float) -> Array:
+    """x_t = Σ_{k≥t} discount^{k−t} terms_k.
+
+    Summed within blocks by one matrix product; then each block gets what follows it, block by block in the same way.
+    Division by powers of the discount, which needs no blocks, would overflow.
+    """
+    if discount == 1.0 or not len(terms_T):
+        return np.cumsum(terms_T[::-1])[::-1]
+    num_blocks = -(-len(terms_T) // SUM_BLOCK)
+    blocks_NS = np.zeros((num_blocks, SUM_BLOCK))
+    blocks_NS.ravel()[: len(terms_T)] = terms_T
+    steps_S = np.arange(SUM_BLOCK)
+    distance_SS = steps_S[:, None] - steps_S  # from column to row
+    sums_NS: Array = blocks_NS @ np.where(distance_SS >= 0, discount ** np.maximum(distance_SS, 0), 0.0)
+    if num_blocks > 1:
+        firsts_N = discounted_sums(sums_NS[:, 0], discount**SUM_BLOCK)
+        sums_NS[:-1] += firsts_N[1:, None] * discount ** (SUM_BLOCK - steps_S)
+    return sums_NS.ravel()[: len(terms_T)]
 
 
 def whiten_advantages(advantages_BT: Array, mask_BT: Mask, *, mean_only: bool = False) -> Array:

@@ -22,9 +22,12 @@ from flowrl.training.advantages import (
     Estimate,
     all_equal,
     compute_advantages,
+    compute_gae,
+    discounted_sums,
     group_rewards,
     normalise_parts,
     pass_rewards,
+    returns_to_go,
     whiten_advantages,
 )
 from tests.training import objective_rig
@@ -277,3 +280,32 @@ def test_gdpo_refuses_samples_without_these_parts(changes: dict[str, Any], says:
 def test_settings_that_an_estimator_cannot_have(settings: dict[str, Any], says: str) -> None:
     problems = Estimate(**settings).list_problems()
     assert len(problems) == 1 and says in problems[0]
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 255, 256, 257, 5000])
+@pytest.mark.parametrize("discount", [0.0, 0.5, 0.95, 0.9999, 1.0])
+def test_sums_in_blocks_are_those_of_a_loop(length: int, discount: float) -> None:
+    terms = np.random.default_rng(length).normal(size=length)
+    expected, running = np.zeros(length), 0.0
+    for t in reversed(range(length)):
+        running = terms[t] + discount * running
+        expected[t] = running
+    np.testing.assert_allclose(discounted_sums(terms, discount), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_only_the_policys_own_tokens_are_time_steps() -> None:
+    rng = np.random.default_rng(1)
+    rewards, values, mask = rng.normal(size=(3, 400)), rng.normal(size=(3, 400)), rng.random((3, 400)) < 0.4
+    mask[1] = False
+    returns = returns_to_go(rewards, mask, gamma=0.9)
+    advantages, targets = compute_gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    for b, places in enumerate([np.flatnonzero(row) for row in mask]):
+        running = advantage = following = 0.0
+        for t in places[::-1]:
+            running = rewards[b, t] + 0.9 * running
+            advantage = rewards[b, t] + 0.9 * following - values[b, t] + 0.9 * 0.8 * advantage
+            following = values[b, t]
+            assert returns[b, t] == pytest.approx(running, abs=1e-10)
+            assert advantages[b, t] == pytest.approx(advantage, abs=1e-10)
+            assert targets[b, t] == pytest.approx(advantage + values[b, t], abs=1e-10)
+    assert not returns[~mask].any() and not advantages[~mask].any() and not targets[~mask].any()
