@@ -8,7 +8,7 @@ boxes (latest edges) or above them, so that no line crosses a box.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -49,10 +49,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The picture's size and the elements placed on it."""
+    """The boxes of the picture, and the height at which they begin and end."""
 
-    width: float
-    height: float
     boxes: dict[str, Box]
     top: float
     bottom: float
@@ -60,46 +58,40 @@ class Sheet:
 
 def draw_svg(graph: Graph, plan: Plan) -> str:
     """The picture as SVG text; opens in any browser, also on a dark page."""
-    above = [edge for edge in graph.edges if edge.kind != "latest"]
     table = box_columns(graph)
-    sheet = _draw_sheet(graph, table, above)
-    parts = [_draw_edges(graph, plan, sheet), _draw_boxes(sheet)]
-    numbers = "   ·   ".join(f"{name} {text}" for name, text in number_lines(plan))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width:g} {sheet.height:g}" '
-        f'width="{sheet.width:g}" height="{sheet.height:g}" font-family="{FONT}">\n'
-        f"<title>{escape(graph.name)}</title>\n{_arrow_heads()}"
-        f'<rect width="100%" height="100%" rx="10" fill="#ffffff"/>\n'
-        f"{_box_text(MARGIN, 36, graph.name, size=19, weight=650, fill='#1a202c', anchor='start')}"
-        f"{''.join(parts)}"
-        f"{_box_text(MARGIN, sheet.height - 18, numbers, size=12, fill='#718096', anchor='start')}</svg>\n"
-    )
-
-
-def _draw_sheet(graph: Graph, table: list[list[str]], above: list[Edge]) -> Sheet:
-    """Compute sizes from columns, rows and the number of channels above and below."""
     rows, tallest = row_of(table), max((len(column) for column in table), default=0)
     column_of = {name: index for index, column in enumerate(table) for name in column}
-    jumps = [edge for edge in above if not _is_adjacent(edge, column_of)]
-    lows = [edge for edge in graph.edges if edge.kind == "latest"]
-    top = HEAD + CHANNEL * len(jumps) + 14
+    steps = [(e.kind, column_of[port_owner(e.into)] - column_of[port_owner(e.out)]) for e in graph.edges]
+
+    # The sizes follow from the columns and rows, and from the numbers of channels above and below the boxes.
+    num_above = sum(kind != "latest" and step != 1 for kind, step in steps)
+    num_below = sum(kind == "latest" for kind, _ in steps)
+    top = HEAD + CHANNEL * num_above + 14
     body = max(tallest, 1) * (BOX_H + GAP_Y) - GAP_Y
     middle = top + (body - BOX_H) / 2
     boxes = {
         name: Box(graph.placed[name], column, MARGIN + column * (BOX_W + GAP_X), middle + rows[name] * (BOX_H + GAP_Y))
         for name, column in column_of.items()
     }
-    bottom = top + body
+    sheet = Sheet(boxes, top, bottom=top + body)
     width = max(2 * MARGIN + len(table) * (BOX_W + GAP_X) - GAP_X, 640)
-    return Sheet(width, bottom + CHANNEL * len(lows) + 22 + FOOT, boxes, top, bottom)
+    height = sheet.bottom + CHANNEL * num_below + 22 + FOOT
 
-
-def _is_adjacent(edge: Edge, column_of: dict[str, int]) -> bool:
-    return column_of[port_owner(edge.into)] - column_of[port_owner(edge.out)] == 1
-
-
-def _draw_boxes(sheet: Sheet) -> str:
-    return "".join(_draw_box(box) for box in sheet.boxes.values())
+    heads = "".join(
+        f'<marker id="{kind}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+        f'orient="auto-start-reverse"><path d="M0 0.8 L10 5 L0 9.2 z" fill="{stroke}"/></marker>'
+        for kind, (stroke, _) in STROKES.items()
+    )
+    numbers = "   ·   ".join(f"{name} {text}" for name, text in number_lines(plan))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" font-family="{FONT}">\n'
+        f"<title>{escape(graph.name)}</title>\n<defs>{heads}</defs>\n"
+        f'<rect width="100%" height="100%" rx="10" fill="#ffffff"/>\n'
+        f"{_box_text(MARGIN, 36, graph.name, size=19, weight=650, fill='#1a202c', anchor='start')}"
+        f"{_draw_edges(graph, plan, sheet)}{''.join(map(_draw_box, boxes.values()))}"
+        f"{_box_text(MARGIN, height - 18, numbers, size=12, fill='#718096', anchor='start')}</svg>\n"
+    )
 
 
 def _draw_box(box: Box) -> str:
@@ -121,29 +113,25 @@ def _draw_edges(graph: Graph, plan: Plan, sheet: Sheet) -> str:
     derived = {edge.name: edge for edge in plan.edges}
     high, low, parts = 0, 0, []
     for edge in graph.edges:
+        source, target = sheet.boxes[port_owner(edge.out)], sheet.boxes[port_owner(edge.into)]
         if edge.kind == "latest":
             low += 1
             parts.append(_draw_channel(sheet, edge, derived[edge.name], sheet.bottom + 8 + CHANNEL * low, low))
-        elif sheet.boxes[port_owner(edge.into)].column - sheet.boxes[port_owner(edge.out)].column == 1:
-            parts.append(_draw_curve(graph, sheet, edge, derived[edge.name]))
-        else:
+        elif target.column - source.column != 1:
             high += 1
             parts.append(_draw_channel(sheet, edge, derived[edge.name], sheet.top - 6 - CHANNEL * high, high))
+        else:
+            leaving = [e for e in graph.edges if e.out.node is edge.out.node and e.kind != "latest"]
+            coming = [e for e in graph.edges if e.into.node is edge.into.node and e.kind != "latest"]
+            leaving.sort(key=lambda e: sheet.boxes[port_owner(e.into)].y)
+            coming.sort(key=lambda e: sheet.boxes[port_owner(e.out)].y)
+            x0, y0 = source.right, _spread_ends(source, leaving, edge)
+            x1, y1 = target.x, _spread_ends(target, coming, edge)
+            bend = GAP_X / 2
+            path = f"M{x0:g} {y0:g} C{x0 + bend:g} {y0:g} {x1 - bend:g} {y1:g} {x1 - 2:g} {y1:g}"
+            label = _edge_label(edge, derived[edge.name], (x0 + x1) / 2, (y0 + y1) / 2 - 7)
+            parts.append(_draw_line(edge, path) + label)
     return "".join(parts)
-
-
-def _draw_curve(graph: Graph, sheet: Sheet, edge: Edge, derived: EdgePlan) -> str:
-    source, target = sheet.boxes[port_owner(edge.out)], sheet.boxes[port_owner(edge.into)]
-    leaving = [e for e in graph.edges if e.out.node is edge.out.node and e.kind != "latest"]
-    coming = [e for e in graph.edges if e.into.node is edge.into.node and e.kind != "latest"]
-    leaving.sort(key=lambda e: sheet.boxes[port_owner(e.into)].y)
-    coming.sort(key=lambda e: sheet.boxes[port_owner(e.out)].y)
-    y0, y1 = _spread_ends(source, leaving, edge), _spread_ends(target, coming, edge)
-    bend = GAP_X / 2
-    path = (
-        f"M{source.right:g} {y0:g} C{source.right + bend:g} {y0:g} {target.x - bend:g} {y1:g} {target.x - 2:g} {y1:g}"
-    )
-    return _draw_line(edge, path) + _edge_label(edge, derived, (source.right + target.x) / 2, (y0 + y1) / 2 - 7)
 
 
 def _spread_ends(box: Box, edges: list[Edge], edge: Edge) -> float:
@@ -158,32 +146,24 @@ def _draw_channel(sheet: Sheet, edge: Edge, derived: EdgePlan, level: float, nth
     The line runs straight down or up if no box is in between, else through the gap next to the column.
     """
     source, target = sheet.boxes[port_owner(edge.out)], sheet.boxes[port_owner(edge.into)]
-    x0, start = _leave_box(sheet, source, level, nth)
-    x1, end = _enter_box(sheet, target, level, nth)
+    if _is_blocked(sheet, source, level):
+        x0, y0 = source.right + 8 + 7 * nth, source.y + BOX_H - 12
+        start = f"M{source.right:g} {y0:g} H{x0:g}"
+    else:
+        x0 = source.x + BOX_W / 2 + 10 * nth - 4
+        start = f"M{x0:g} {source.bottom if level > source.y else source.y:g}"
+    if _is_blocked(sheet, target, level):
+        x1, y1 = target.x - 14 - 7 * nth, target.y + BOX_H - 10
+        end = f"V{y1:g} H{target.x - 2:g}"
+    else:
+        x1 = target.x + BOX_W / 2 - 10 * nth + 4
+        end = f"V{target.bottom + 2 if level > target.y else target.y - 2:g}"
     side, corner = (1 if x1 > x0 else -1) * 10, 10 if level > source.y else -10
     path = (
         f"{start} V{level - corner:g} Q{x0:g} {level:g} {x0 + side:g} {level:g} "
         f"H{x1 - side:g} Q{x1:g} {level:g} {x1:g} {level - corner:g} {end}"
     )
     return _draw_line(edge, path) + _edge_label(edge, derived, (x0 + x1) / 2, level - 6)
-
-
-def _leave_box(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
-    """(x of the vertical part, path up to it)"""
-    if _is_blocked(sheet, box, level):
-        x, y = box.right + 8 + 7 * nth, box.y + BOX_H - 12
-        return x, f"M{box.right:g} {y:g} H{x:g}"
-    x = box.x + BOX_W / 2 + 10 * nth - 4
-    return x, f"M{x:g} {box.bottom if level > box.y else box.y:g}"
-
-
-def _enter_box(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
-    """(x of the vertical part, path from it)"""
-    if _is_blocked(sheet, box, level):
-        x, y = box.x - 14 - 7 * nth, box.y + BOX_H - 10
-        return x, f"V{y:g} H{box.x - 2:g}"
-    x = box.x + BOX_W / 2 - 10 * nth + 4
-    return x, f"V{box.bottom + 2 if level > box.y else box.y - 2:g}"
 
 
 def _is_blocked(sheet: Sheet, box: Box, level: float) -> bool:
@@ -230,15 +210,6 @@ def _box_text(
     )
 
 
-def _arrow_heads() -> str:
-    heads = "".join(
-        f'<marker id="{kind}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
-        f'orient="auto-start-reverse"><path d="M0 0.8 L10 5 L0 9.2 z" fill="{stroke}"/></marker>'
-        for kind, (stroke, _) in STROKES.items()
-    )
-    return f"<defs>{heads}</defs>\n"
-
-
 ARROWS = {"queue": "-->", "latest": "-.->", "call": "<-.->"}
 CLASSES = (
     "classDef heavy fill:#dbe7ff,stroke:#3b6fd4,color:#12233f",
@@ -263,16 +234,12 @@ def draw_mermaid(graph: Graph, plan: Plan) -> str:
         count = f" ×{placed.replicas}" if placed.replicas > 1 else ""
         kind = "heavy" if placed.heavy else "cheap"
         lines.append(f'  {name}["<b>{name}</b>{count}<br/>{type(placed.node).__name__}"]:::{kind}')
-    lines += [_mermaid_arrow(edge, plan) for edge in graph.edges]
+    for edge, derived in zip(graph.edges, plan.edges, strict=True):
+        label = " / ".join(derived.types)
+        if edge.kind == "queue":
+            label += f", {derived.capacity}" + ("" if edge.rule is SHARE else f", {edge.dispatch}")
+        lines.append(f'  {port_owner(edge.out)} {ARROWS[edge.kind]}|"{label}"| {port_owner(edge.into)}')
     return "\n".join(lines) + "\n"
-
-
-def _mermaid_arrow(edge: Edge, plan: Plan) -> str:
-    derived = next(one for one in plan.edges if one.name == edge.name)
-    label = " / ".join(derived.types)
-    if edge.kind == "queue":
-        label += f", {derived.capacity}" + ("" if edge.rule is SHARE else f", {edge.dispatch}")
-    return f'  {port_owner(edge.out)} {ARROWS[edge.kind]}|"{label}"| {port_owner(edge.into)}'
 
 
 SWEEPS = 8
@@ -280,15 +247,33 @@ SWEEPS = 8
 
 def box_columns(graph: Graph) -> list[list[str]]:
     """Node names by column, left to right, each column top to bottom."""
-    links = forward_links(graph)
-    depth = _node_depths(list(graph.nodes), links)
+    links = _forward_links(graph)
+    # The column is the longest path from a source; sources move right to just before their first target.
+    depth = dict.fromkeys(graph.nodes, 0)
+    for _ in graph.nodes:
+        for source, target in links:
+            depth[target] = max(depth[target], depth[source] + 1)
+    for name in graph.nodes:
+        targets = [depth[target] for source, target in links if source == name]
+        if targets and not any(target == name for _, target in links):
+            depth[name] = min(targets) - 1
     table: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for name in graph.nodes:
         table[depth[name]].append(name)
-    return _order_rows(table, links)
+
+    # Sweep right and left, sorting each column by the mean row of its neighbours.
+    for sweep in range(SWEEPS):
+        for column in table if sweep % 2 == 0 else reversed(table):
+            rows = row_of(table)
+            means = {}
+            for name in column:
+                near = [rows[b if a == name else a] for a, b in links if name in (a, b)]
+                means[name] = fmean(near) if near else rows[name]
+            column.sort(key=means.__getitem__)
+    return table
 
 
-def forward_links(graph: Graph) -> list[tuple[str, str]]:
+def _forward_links(graph: Graph) -> list[tuple[str, str]]:
     """Node pairs in the direction of the data; links that would close a cycle are left out.
 
     A call points from the caller to the server, unless other links already lead from the server to the caller.
@@ -297,52 +282,17 @@ def forward_links(graph: Graph) -> list[tuple[str, str]]:
     calls = [(port_owner(edge.out), port_owner(edge.into)) for edge in graph.edges if edge.kind == "call"]
     links: list[tuple[str, str]] = []
     for source, target in dict.fromkeys(queue + calls):
-        if source != target and not _leads_to(links, target, source):
+        seen, frontier = {target}, [target]
+        while frontier:
+            here = frontier.pop()
+            new = {after for before, after in links if before == here} - seen
+            seen |= new
+            frontier += new
+        if source not in seen:
             links.append((source, target))
     return links
-
-
-def _leads_to(links: Sequence[tuple[str, str]], start: str, end: str) -> bool:
-    seen, frontier = {start}, [start]
-    while frontier:
-        here = frontier.pop()
-        if here == end:
-            return True
-        new = {target for source, target in links if source == here} - seen
-        seen |= new
-        frontier += new
-    return False
-
-
-def _node_depths(names: Sequence[str], links: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Longest path from a source; sources move right to just before their first target."""
-    depth = dict.fromkeys(names, 0)
-    for _ in names:
-        for source, target in links:
-            depth[target] = max(depth[target], depth[source] + 1)
-    for name in names:
-        targets = [depth[target] for source, target in links if source == name]
-        if targets and not any(target == name for _, target in links):
-            depth[name] = min(targets) - 1
-    return depth
-
-
-def _order_rows(table: list[list[str]], links: Sequence[tuple[str, str]]) -> list[list[str]]:
-    """Sweep right and left, sorting each column by the mean row of its neighbours."""
-    for sweep in range(SWEEPS):
-        order = range(len(table)) if sweep % 2 == 0 else range(len(table) - 1, -1, -1)
-        for column in order:
-            rows = row_of(table)
-            means = {name: _mean_row(name, links, rows) for name in table[column]}
-            table[column].sort(key=lambda name: means[name])
-    return table
 
 
 def row_of(table: Sequence[Sequence[str]]) -> dict[str, float]:
     """Row of every node, columns centred on row 0."""
     return {name: row - (len(column) - 1) / 2 for column in table for row, name in enumerate(column)}
-
-
-def _mean_row(name: str, links: Sequence[tuple[str, str]], rows: Mapping[str, float]) -> float:
-    near = [rows[b if a == name else a] for a, b in links if name in (a, b)]
-    return fmean(near) if near else rows[name]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from flowrl.graph.analysis.check import Report
 from flowrl.graph.analysis.memory_use import TERMS, device_rows, machine_rows, process_rows
-from flowrl.graph.analysis.plan import HostPlan, Plan
+from flowrl.graph.analysis.plan import Plan
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -14,37 +14,55 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def render_report(report: Report) -> str:
     """Derived numbers, edges and processes as aligned columns, then warnings."""
     plan = report.plan
-    return "\n".join(
+    lines = [f"{plan.graph}: {len(plan.nodes)} nodes, {len(plan.edges)} edges, {len(plan.hosts) + 1} processes", ""]
+    lines += [f"  {name:<18}{text}" for name, text in number_lines(plan)]
+    edges = [
         (
-            f"{plan.graph}: {len(plan.nodes)} nodes, {len(plan.edges)} edges, {len(plan.hosts) + 1} processes",
-            "",
-            *_number_words(plan),
-            "",
-            *_table_lines(
-                ("edge", "carries", "dispatch", "capacity", "transport", "retains"),
-                [_edge_words(plan, e.name) for e in plan.edges],
-            ),
-            "",
-            *_column_lines(plan),
-            *_branch_lines(plan),
-            *_table_lines(
-                ("process", "nodes", "cores", "from", "GPUs", "machine"), [_host_words(host) for host in plan.hosts]
-            ),
-            *_note_lines(report),
-            *_memory_lines(report),
-            *(f"\nwarning: {warning}" for warning in report.warnings),
+            edge.name,
+            " → ".join(edge.types),
+            "call" if edge.kind == "call" else edge.dispatch,
+            f"{edge.capacity}{' (derived)' if edge.capacity_derived else ''}",
+            ", ".join(edge.transports),
+            size_text(edge.retained_bytes),
         )
-    )
+        for edge in plan.edges
+    ]
+    lines += ["", *_table_lines(("edge", "carries", "dispatch", "capacity", "transport", "retains"), edges), ""]
+    if plan.columns:
+        columns = [
+            (
+                column.name,
+                node,
+                f"{column.dtype}{[*column.shape] if column.shape else ''}",
+                f"{column.value_bytes} B a {column.per}",
+                "yes" if column.in_digest else "no",
+            )
+            for column, node in plan.columns
+        ]
+        lines += [*_table_lines(("column", "added by", "value", "size", "in digest"), columns), ""]
+    lines += _branch_lines(plan)
+    hosts = [
+        (
+            host.name,
+            " ".join(host.nodes) + (f" (time share: {host.lease})" if host.lease else ""),
+            _cores_text(host.cores),
+            host.cores_from or "-",
+            ",".join(map(str, host.gpus)) or "-",
+            f"{host.machine}",
+        )
+        for host in plan.hosts
+    ]
+    lines += _table_lines(("process", "nodes", "cores", "from", "GPUs", "machine"), hosts)
 
-
-def _note_lines(report: Report) -> Iterator[str]:
-    """The nodes' notes on their settings; a note that several nodes have is printed once."""
+    # A note that several nodes have is printed once.
     said: dict[str, list[str]] = {}
     for note in report.notes:
         name, _, text = note.partition(": ")
         said.setdefault(text, []).append(name)
-    for text, names in said.items():
-        yield f"\nnote: {', '.join(names)}: {text}"
+    lines += [f"\nnote: {', '.join(names)}: {text}" for text, names in said.items()]
+    lines += _memory_lines(report)
+    lines += [f"\nwarning: {warning}" for warning in report.warnings]
+    return "\n".join(lines)
 
 
 def _memory_lines(report: Report) -> Iterator[str]:
@@ -90,75 +108,21 @@ def number_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "retained", size_text(plan.retained_bytes)
 
 
-def _number_words(plan: Plan) -> Iterator[str]:
-    for name, text in number_lines(plan):
-        yield f"  {name:<18}{text}"
-
-
-def _column_lines(plan: Plan) -> Iterator[str]:
-    """What nodes add to each token or sample."""
-    if not plan.columns:
-        return
-    rows: list[tuple[str, ...]] = [
-        (
-            column.name,
-            node,
-            f"{column.dtype}{[*column.shape] if column.shape else ''}",
-            f"{column.value_bytes} B a {column.per}",
-            "yes" if column.in_digest else "no",
-        )
-        for column, node in plan.columns
-    ]
-    yield from _table_lines(("column", "added by", "value", "size", "in digest"), rows)
-    yield ""
-
-
-def _branch_lines(plan: Plan) -> Iterator[str]:
+def _branch_lines(plan: Plan) -> list[str]:
     """Which nodes lead to which trainer, if the graph is more than one line of nodes."""
-    beyond: dict[str, set[str]] = {}
+    reached: dict[str, set[str]] = {}
     for port in plan.ports:
-        beyond.setdefault(port.name.partition(".")[0], set()).update(port.trainers)
-    taps = [name for name, trainers in beyond.items() if not trainers and name not in _weight_readers(plan)]
+        reached.setdefault(port.name.partition(".")[0], set()).update(port.trainers)
+    # Nodes that receive only weights are not a branch of samples.
+    fed = {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "queue"}
+    readers = {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "latest"} - fed
+    taps = [name for name, trainers in reached.items() if not trainers and name not in readers]
     if not plan.trainers or (len(plan.trainers) == 1 and not taps):
-        return
-    rows: list[tuple[str, ...]] = [
-        (name, " ".join(node for node, ends in beyond.items() if name in ends)) for name in plan.trainers
-    ]
+        return []
+    rows = [(name, " ".join(node for node, ends in reached.items() if name in ends)) for name in plan.trainers]
     if taps:
         rows.append(("no trainer", " ".join(taps) + " (a loss there ends no sample)"))
-    yield from _table_lines(("branch to", "nodes"), rows)
-    yield ""
-
-
-def _weight_readers(plan: Plan) -> set[str]:
-    """Nodes that receive only weights, so they are not a branch of samples."""
-    fed = {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "queue"}
-    return {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "latest"} - fed
-
-
-def _edge_words(plan: Plan, name: str) -> tuple[str, ...]:
-    edge = next(edge for edge in plan.edges if edge.name == name)
-    return (
-        name,
-        " → ".join(edge.types),
-        "call" if edge.kind == "call" else edge.dispatch,
-        f"{edge.capacity}{' (derived)' if edge.capacity_derived else ''}",
-        ", ".join(edge.transports),
-        size_text(edge.retained_bytes),
-    )
-
-
-def _host_words(host: HostPlan) -> tuple[str, ...]:
-    shares = f" (time share: {host.lease})" if host.lease else ""
-    gpus = ",".join(map(str, host.gpus)) or "-"
-    return (
-        host.name,
-        " ".join(host.nodes) + shares,
-        _cores_text(host.cores),
-        host.cores_from or "-",
-        gpus,
-        f"{host.machine}",
-    )
+    return [*_table_lines(("branch to", "nodes"), rows), ""]
 
 
 def _cores_text(cores: Sequence[int]) -> str:
@@ -172,7 +136,7 @@ def _cores_text(cores: Sequence[int]) -> str:
     return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "any"
 
 
-def _table_lines(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+def _table_lines(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
     for row in (heads, *rows):
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
