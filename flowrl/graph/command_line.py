@@ -41,7 +41,12 @@ def parse_mapping(texts: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"{name} is given as a value and as a block of values; keep one of them")
         if path[-1] in within:
             raise ConfigError(f"{name} is given twice; keep one")
-        within[path[-1]] = _mapping_value(value)
+        try:
+            within[path[-1]] = json.loads(value)
+        except ValueError:
+            within[path[-1]] = value
+        except RecursionError:
+            raise ConfigError(f"{value[:20]}… has lists or mappings that are nested too deeply") from None
     return found
 
 
@@ -54,41 +59,50 @@ def mapping_texts(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]
             yield f"{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def mapping_registry() -> Any:
-    """tyro's registry with a rule for fields of the type `Mapping[str, Any]`."""
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+def _tyro_rules() -> Any:
+    """tyro's registry with a rule for fields of the type `Mapping[str, Any]`, and one for configurations with parts."""
+    import tyro
+    from tyro.constructors import (
+        ConstructorRegistry,
+        PrimitiveConstructorSpec,
+        StructConstructorSpec,
+        StructFieldSpec,
+    )
 
     rules = ConstructorRegistry()
 
+    def make_mapping(texts: list[str]) -> dict[str, Any]:
+        try:
+            return parse_mapping(texts)
+        except ConfigError as problem:
+            raise ValueError(str(problem)) from None  # tyro adds the name of the option
+
     @rules.primitive_rule
-    def mapping_rule(info: Any) -> Any:
+    def describe_mapping(info: Any) -> Any:
         if info.type != Mapping[str, Any]:
             return None
         return PrimitiveConstructorSpec(
             nargs="*",
             metavar=f"[{METAVAR} [{METAVAR} ...]]",
-            instance_from_str=_parsed_mapping,
+            instance_from_str=make_mapping,
             is_instance=lambda value: isinstance(value, Mapping),
             str_from_instance=lambda value: list(mapping_texts(value)),
         )
 
+    @rules.struct_rule
+    def describe_config(info: Any) -> Any:
+        """A configuration that has parts is one dataclass with the options of all of them."""
+        if not is_composed(info.type):
+            return None
+        given = info.default if isinstance(info.default, info.type) else None
+        fields = []
+        for one in options_of(info.type).values():
+            default = one.default if given is None else one.value_in(given)
+            default = tyro.MISSING if default is dataclasses.MISSING else default
+            fields.append(StructFieldSpec(one.name, one.hint, default))
+        return StructConstructorSpec(lambda **values: compose(info.type, values), tuple(fields))
+
     return rules
-
-
-def _parsed_mapping(texts: list[str]) -> dict[str, Any]:
-    try:
-        return parse_mapping(texts)
-    except ConfigError as problem:
-        raise ValueError(str(problem)) from None  # tyro adds the name of the option
-
-
-def _mapping_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-    except RecursionError:
-        raise ConfigError(f"{text[:20]}… has lists or mappings that are nested too deeply") from None
 
 
 REWORDED = (
@@ -127,18 +141,14 @@ def options_of_others() -> Mapping[str, str]:
             if not line.startswith("| ") or len(cells) not in (2, 4):
                 continue
             theirs, place = (cells[:2], cells[2]) if len(cells) == 4 else (cells[:1], cells[1])
-            told = place if place != "–" else cells[3]
+            told = re.sub(r" ?\(?\[[^\]]*\]\([^)]*\)\)?", "", place if place != "–" else cells[3]).replace("`", "")
             for name in re.findall(r"`([^`]+)`", " ".join(theirs)):
-                found.setdefault(_option_key(name.partition("=")[0]), _without_markup(told))
+                found.setdefault(_option_key(name.partition("=")[0]), told)
     return found
 
 
 def _option_key(name: str) -> str:
     return name.removeprefix("--").replace("_", "-").lower()
-
-
-def _without_markup(cell: str) -> str:
-    return re.sub(r" ?\(?\[[^\]]*\]\([^)]*\)\)?", "", cell).replace("`", "")
 
 
 def parse_options(
@@ -157,33 +167,21 @@ def parse_options(
     import tyro
 
     known = option_names(config_type)
-    spelled = [_spell_option(arg, known, prog, (*known, *others)) for arg in args]
+    spelled = []
+    for arg in args:
+        name, equals, value = arg[2:].partition("=")
+        leaf = known.get(name.replace("_", "-"))
+        if arg.startswith("--") and leaf is None:
+            hint = _nearest_option(name, (*known, *others), prog)
+            raise ConfigError(f"there is no option --{name}; {hint}")
+        spelled.append(f"--{leaf}{equals}{value}" if arg.startswith("--") else arg)
     stderr = io.StringIO()
-    rules = mapping_registry()
-    rules.struct_rule(_without_parts)
+    defaults = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(stderr):
-            if default is None:
-                return tyro.cli(config_type, args=spelled, prog=prog, registry=rules)
-            return tyro.cli(config_type, args=spelled, prog=prog, default=default, registry=rules)
+            return tyro.cli(config_type, args=spelled, prog=prog, registry=_tyro_rules(), **defaults)
     except SystemExit:
-        raise ConfigError(f"{_one_sentence(stderr.getvalue())}; {prog} --help-all lists the options") from None
-
-
-def _without_parts(info: Any) -> Any:
-    """How tyro takes a configuration that has parts: as one dataclass with the options of all of them."""
-    import tyro
-    from tyro.constructors import StructConstructorSpec, StructFieldSpec
-
-    if not is_composed(info.type):
-        return None
-    given = info.default if isinstance(info.default, info.type) else None
-    fields = []
-    for one in options_of(info.type).values():
-        default = one.default if given is None else one.value_in(given)
-        default = tyro.MISSING if default is dataclasses.MISSING else default
-        fields.append(StructFieldSpec(one.name, one.hint, default))
-    return StructConstructorSpec(lambda **values: compose(info.type, values), tuple(fields))
+        raise ConfigError(f"{_reword_mistake(stderr.getvalue())}; {prog} --help-all lists the options") from None
 
 
 def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
@@ -202,17 +200,6 @@ def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _spell_option(arg: str, known: Mapping[str, str], prog: str, candidates: Sequence[str]) -> str:
-    """Translate `--policy tiny` to tyro's spelling, `--policy.name tiny`."""
-    if not arg.startswith("--"):
-        return arg
-    name, equals, value = arg[2:].partition("=")
-    leaf = known.get(name.replace("_", "-"))
-    if leaf is None:
-        raise ConfigError(f"there is no option --{name}; {_nearest_option(name, candidates, prog)}")
-    return f"--{leaf}{equals}{value}"
-
-
 def _nearest_option(name: str, candidates: Sequence[str], prog: str) -> str:
     if (theirs := options_of_others().get(_option_key(name))) is not None:
         return f"that option of another trainer is, in flowrl: {theirs} (docs/options.md)"
@@ -225,18 +212,15 @@ def _nearest_option(name: str, candidates: Sequence[str], prog: str) -> str:
     return f"did you mean {' or '.join(filter(None, (', '.join(others), last)))}?"
 
 
-def _one_sentence(box: str) -> str:
-    """The first paragraph of tyro's text. Its frame is drawn in Unicode, or is absent on plain terminals."""
+def _reword_mistake(box: str) -> str:
+    """The first paragraph of tyro's text, whose frame is drawn in Unicode, or is absent on plain terminals. The most
+    common messages of tyro and Python are reworded to say what was found and what was needed."""
     framed = box.startswith("╭")
     lines = [line.strip("│ ") for line in box.splitlines() if line[:1] not in ("╭", "╰")]
     rules = [index for index, line in enumerate(lines) if line and set(line) <= {"─", "-"}]
     start = 0 if framed or not rules else rules[0] + 1
     paragraph = itertools.takewhile(lambda line: line and set(line) - {"─", "-"}, lines[start:])
-    return _reworded_mistake(" ".join(paragraph).rstrip(".")) or box.strip()
-
-
-def _reworded_mistake(sentence: str) -> str:
-    """Reword the messages of tyro and Python for the most common mistakes to say what was found and what was needed."""
+    sentence = " ".join(paragraph).rstrip(".") or box.strip()
     for pattern, words in REWORDED:
         if match := re.fullmatch(pattern, sentence):
             return words.format(*match.groups())

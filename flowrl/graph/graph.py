@@ -132,14 +132,14 @@ class Graph:
                 f"the edge {port_name(out)} -> {port_name(into)} has dispatch={dispatch!r}; it needs one of "
                 f"{', '.join(get_args(Dispatch))}."
             )
-        self._join(Edge("queue", out, into, capacity, dispatch), Out, In)
+        self._add_edge(Edge("queue", out, into, capacity, dispatch), Out, In)
 
     def latest(self, out: Out[T], into: In[T]) -> None:
         """Connect two ports by a one-slot edge: a new message replaces the one that was not yet taken.
 
         The edge never blocks its sender and reaches every consumer replica. It is meant for weights.
         """
-        self._join(Edge("latest", out, into, 1, LATEST.name), Out, In)
+        self._add_edge(Edge("latest", out, into, 1, LATEST.name), Out, In)
 
     def call(
         self,
@@ -161,7 +161,7 @@ class Graph:
         margin = affinity_margin
         if margin == "auto":
             margin = AFFINITY_MARGIN if isinstance(call, Call) and issubclass(carried_type(call), Turn) else None
-        self._join(Edge("call", call, serve, capacity, affinity_margin=margin), Call, Serve)
+        self._add_edge(Edge("call", call, serve, capacity, affinity_margin=margin), Call, Serve)
         if isinstance(call, Call):
             call.server = getattr(serve, "node", None)
 
@@ -189,31 +189,50 @@ class Graph:
             )
         ports = until if isinstance(until, tuple) else (until,)
         self.admission = Admission(out, ports, staleness, on_limit, look_ahead)
-        self._belongs("g.admit", (out, Out), *((port, In) for port in ports))
+        self._check_ports("g.admit", (out, Out), *((port, In) for port in ports))
 
     def ignore(self, port: Port) -> None:
         """Leave `port` unconnected on purpose. Messages sent to an ignored Out port are discarded."""
         self.ignored.append(port)
-        self._belongs("g.ignore", (port, Port))
+        self._check_ports("g.ignore", (port, Port))
 
     def together(self, *nodes: Node) -> None:
         """Run these nodes in one process: replica i of each node shares it, and no message is copied."""
-        self.sharing.append(self._names("g.together", nodes))
+        self.sharing.append(self._group_names("g.together", nodes))
 
     def time_share(self, *nodes: Node) -> None:
         """Let these nodes' processes use the same GPUs and cores alternately."""
-        self.time_shared.append(self._names("g.time_share", nodes))
+        self.time_shared.append(self._group_names("g.time_share", nodes))
 
-    def _join(self, edge: Edge, out_kind: type[Port], into_kind: type[Port]) -> None:
-        if self._belongs(f"g.{_edge_verb(edge)}", (edge.out, out_kind), (edge.into, into_kind)):
+    def _add_edge(self, edge: Edge, out_kind: type[Port], into_kind: type[Port]) -> None:
+        verb = {"queue": "g.connect", "latest": "g.latest", "call": "g.call"}[edge.kind]
+        if self._check_ports(verb, (edge.out, out_kind), (edge.into, into_kind)):
             self.edges.append(edge)
 
-    def _belongs(self, verb: str, *ports: tuple[Port, type[Port]]) -> bool:
-        found = [text for port, kind in ports for text in _port_mistakes(self, verb, port, kind)]
+    def _check_ports(self, verb: str, *ports: tuple[Port, type[Port]]) -> bool:
+        """Whether each port is of its kind and belongs to a node of this graph; if not, the mistakes are recorded."""
+        found = []
+        for port, kind in ports:
+            if not isinstance(port, Port):
+                found.append(
+                    f"{verb} got {_kind_words(port)} where a port was needed; pass a port such as node.samples."
+                )
+            elif not isinstance(port, kind):
+                assert isinstance(port.node, Node)
+                names = [other.name for other in port.node.ports.values() if isinstance(other, kind)]
+                found.append(
+                    f"{verb} got {port_name(port)}, which is {a_kind(type(port))} port, where {a_kind(kind)} port was "
+                    f"needed ({port_owner(port)} has {', '.join(names) or 'none'}); pass the ports in the order "
+                    f"{_ORDER[verb]}."
+                )
+            elif self.nodes.get(port_owner(port)) is not port.node:
+                found.append(
+                    f"{verb} got {port_name(port)}, whose node is not in this graph; add the node with g.add first."
+                )
         self.mistakes += found
         return not found
 
-    def _names(self, verb: str, nodes: Iterable[Node]) -> tuple[str, ...]:
+    def _group_names(self, verb: str, nodes: Iterable[Node]) -> tuple[str, ...]:
         nodes = tuple(nodes)
         strange = [node for node in nodes if not isinstance(node, Node) or node.name not in self.nodes]
         self.sharing_known &= not strange
@@ -246,25 +265,8 @@ def a_kind(kind: type[Port]) -> str:
     return f"{'an' if kind.__name__[0] in 'AIO' else 'a'} {kind.__name__}"
 
 
-def _edge_verb(edge: Edge) -> str:
-    return {"queue": "connect", "latest": "latest", "call": "call"}[edge.kind]
-
-
 def _kind_words(thing: object) -> str:
     return f"a {type(thing).__name__}" if isinstance(thing, Node) else repr(thing)
-
-
-def _port_mistakes(graph: Graph, verb: str, port: Port, kind: type[Port]) -> list[str]:
-    if not isinstance(port, Port):
-        return [f"{verb} got {_kind_words(port)} where a port was needed; pass a port such as node.samples."]
-    if not isinstance(port, kind):
-        return [
-            f"{verb} got {port_name(port)}, which is {a_kind(type(port))} port, where {a_kind(kind)} port was "
-            f"needed{_other_ports(port, kind)}; pass the ports in the order {_ORDER[verb]}."
-        ]
-    if graph.nodes.get(port_owner(port)) is not port.node:
-        return [f"{verb} got {port_name(port)}, whose node is not in this graph; add the node with g.add first."]
-    return []
 
 
 _ORDER = {
@@ -274,12 +276,6 @@ _ORDER = {
     "g.admit": "(Out, until=In)",
     "g.ignore": "(port)",
 }
-
-
-def _other_ports(port: Port, kind: type[Port]) -> str:
-    assert isinstance(port.node, Node)
-    names = [other.name for other in port.node.ports.values() if isinstance(other, kind)]
-    return f" ({port_owner(port)} has {', '.join(names)})" if names else f" ({port_owner(port)} has none)"
 
 
 def _node_mistakes(
@@ -302,7 +298,7 @@ def _node_mistakes(
             f"the node name {name!r} is not allowed; use lower-case letters, digits and _, with a letter first, and "
             f"neither {' nor '.join(RESERVED_NAMES)}."
         )
-    if isinstance(replicas, int) and replicas < 1:  # `analysis.value_rules` tells of other kinds
+    if isinstance(replicas, int) and replicas < 1:  # `analysis.check` tells of other kinds
         yield f"node {name!r} has replicas={replicas}; it needs at least 1; to have none, leave the node out."
     for key, value in (("cpus", cpus), ("gpus", gpus)):
         if isinstance(value, int | float) and value < 0:

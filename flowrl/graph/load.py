@@ -57,11 +57,6 @@ def find_graph(graph: str | Path) -> Path:
     raise ConfigError(f"there is no graph {text!r}; {hint}")
 
 
-def is_shipped(path: Path) -> bool:
-    """Whether this is the file of a graph that comes with flowrl."""
-    return path.resolve().parent == FOLDER.resolve()
-
-
 def graph_summary(name: str) -> str:
     """The first line of the graph's docstring. The file is not run."""
     text = ast.get_docstring(ast.parse(graph_source(name))) or ""
@@ -117,16 +112,23 @@ class GraphFile:
 def load_file(graph: str | Path) -> GraphFile:
     """Run the file of a graph, given by path or name, and find its `graph` and configuration. Raises ConfigError."""
     path = find_graph(graph)
-    _file_exists(path)
+    _require_graph_file(path)
     with user_code(path):
         module = _run_file(str(path.resolve()))
-        function = _graph_function(path, module)
+        function = getattr(module, "graph", None)
+        if not inspect.isfunction(function):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names = [part.name for part in tree.body if isinstance(part, ast.FunctionDef)]
+            near = difflib.get_close_matches("graph", names, 1, 0.5)
+            hint = f" (rename {near[0]}?)" if near else ""
+            raise ConfigError(f"{path} is not a graph file: it has no function `graph`{hint}; write {EXAMPLE}")
         hints = declared_types(function)
     parameters = list(inspect.signature(function).parameters)
     config_type = hints.get(parameters[0]) if len(parameters) == 1 else None
     if config_type is None:
         raise ConfigError(f"graph({', '.join(parameters)}) in {path} needs exactly one annotated parameter: {EXAMPLE}")
-    if not (dataclasses.is_dataclass(config_type) and _is_frozen(config_type)):
+    frozen = getattr(getattr(config_type, "__dataclass_params__", None), "frozen", False)
+    if not (dataclasses.is_dataclass(config_type) and frozen):
         name = getattr(config_type, "__name__", config_type)
         raise ConfigError(
             f"{name}, the configuration of {path}, is not a frozen dataclass; decorate it with @dataclass(frozen=True)"
@@ -180,32 +182,28 @@ def user_code(path: Path) -> Iterator[None]:
     except SystemExit as end:
         if _line_in(path, end) is None:
             raise
-        raise _of_file(path, end) from end
+        raise _file_error(path, end) from end
     except Exception as error:  # the boundary to the graph file's code
         if _line_in(path, error) is None:
             raise
-        raise _of_file(path, error) from error
+        raise _file_error(path, error) from error
 
 
-def _of_file(path: Path, error: BaseException) -> ConfigError:
-    return ConfigError(f"{path}:{_line_in(path, error)}: {_load_mistake(error)}")
-
-
-def _load_mistake(error: BaseException) -> str:
+def _file_error(path: Path, error: BaseException) -> ConfigError:
     """The last line of Python's traceback, with the closest name for a misspelt attribute."""
+    lines = traceback.TracebackException.from_exception(error).format_exception_only()
+    text = " ".join(line.strip() for line in lines)
     if isinstance(error, SystemExit):
-        return (
+        text = (
             f"it calls sys.exit({error.code!r}), which ends flowrl; leave it out, or put it under "
             "if __name__ == '__main__':"
         )
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg}"
-    lines = traceback.TracebackException.from_exception(error).format_exception_only()
-    text = " ".join(line.strip() for line in lines)
-    if isinstance(error, AttributeError) and error.name is not None and "Did you mean" not in text:
+    elif isinstance(error, SyntaxError):
+        text = f"{type(error).__name__}: {error.msg}"
+    elif isinstance(error, AttributeError) and error.name is not None and "Did you mean" not in text:
         near = difflib.get_close_matches(error.name, dir(error.obj), 1)
-        return f"{text}. Did you mean: {near[0]!r}?" if near else text
-    return text
+        text += f". Did you mean: {near[0]!r}?" if near else ""
+    return ConfigError(f"{path}:{_line_in(path, error)}: {text}")
 
 
 def _line_in(path: Path, error: BaseException) -> int | None:
@@ -223,7 +221,7 @@ def _line_in(path: Path, error: BaseException) -> int | None:
     return frames[-1] if frames else None
 
 
-def _file_exists(path: Path) -> None:
+def _require_graph_file(path: Path) -> None:
     if path.is_file() and path.suffix == ".py":
         return
     if path.is_file():
@@ -255,17 +253,3 @@ def _run_file(path: str) -> ModuleType:
         sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     return module
-
-
-def _graph_function(path: Path, module: ModuleType) -> Any:
-    function = getattr(module, "graph", None)
-    if inspect.isfunction(function):
-        return function
-    names = [n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
-    near = difflib.get_close_matches("graph", names, 1, 0.5)
-    hint = f" (rename {near[0]}?)" if near else ""
-    raise ConfigError(f"{path} is not a graph file: it has no function `graph`{hint}; write {EXAMPLE}")
-
-
-def _is_frozen(kind: Any) -> bool:
-    return bool(kind.__dataclass_params__.frozen)

@@ -1,7 +1,7 @@
 """The available hardware: this machine, or a cluster that the user describes.
 
-The links of its GPUs (`nvidia-smi topo -m`) and the cores near each (sysfs): `parse_links` is pure, `links_here` asks
-this machine, and what the machine does not report is not guessed. Open files: every process of a run is connected to
+The links of its GPUs (`nvidia-smi topo -m`) and the cores near each (sysfs): `parse_links` is pure, `read_links` asks
+the machine, and what the machine does not report is not guessed. Open files: every process of a run is connected to
 every other, so the number grows with the number of processes; the shell's limit is often 1,024, and a process may
 raise it itself up to the hard limit.
 """
@@ -126,17 +126,13 @@ def parse_links(text: str) -> GpuLinks | None:
     rows = [[cell.strip() for cell in line.split("\t")] for line in lines if "\t" in line]
     head = next((row for row in rows if "GPU0" in row[1:]), [])
     columns = {name: at for at, name in enumerate(head) if name}
-    gpus = [row for row in rows if re.fullmatch(r"GPU\d+", row[0]) and len(row) >= len(gpu_columns(columns)) + 1]
-    if not gpus or [row[0] for row in gpus] != gpu_columns(columns):
+    names = [name for name in columns if re.fullmatch(r"GPU\d+", name)]  # others are network cards and affinities
+    gpus = [row for row in rows if re.fullmatch(r"GPU\d+", row[0]) and len(row) >= len(names) + 1]
+    if not gpus or [row[0] for row in gpus] != names:
         return None
-    links = tuple(tuple(row[columns[name]] for name in gpu_columns(columns)) for row in gpus)
+    links = tuple(tuple(row[columns[name]] for name in names) for row in gpus)
     beside = columns.get("CPU Affinity", len(head))
     return GpuLinks(links, tuple(core_list(row[beside] if beside < len(row) else "") for row in gpus))
-
-
-def gpu_columns(names: Sequence[str] | dict[str, int]) -> list[str]:
-    """The column heads that name GPUs; the others are network cards and affinities."""
-    return [name for name in names if re.fullmatch(r"GPU\d+", name)]
 
 
 def core_list(text: str) -> tuple[int, ...]:
@@ -147,29 +143,19 @@ def core_list(text: str) -> tuple[int, ...]:
     return tuple(sorted({core for low, _, high in spans for core in range(int(low), int(high or low) + 1)}))
 
 
-def links_here(visible: str | None) -> GpuLinks | None:
-    """The links of this machine's GPUs that CUDA_VISIBLE_DEVICES, `visible`, names; None if they are not known."""
-    return read_links(visible, ask_nvidia_smi, ordered=os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
-
-
 def read_links(
     visible: str | None, ask: RunTool, *, ordered: bool = False, sysfs: Path = Path("/sys")
 ) -> GpuLinks | None:
-    """Like `links_here`. `ordered`: CUDA numbers its devices as nvidia-smi does, even if the cards differ."""
+    """The links of the GPUs that CUDA_VISIBLE_DEVICES, `visible`, names; None if they are not known. `ordered`: CUDA
+    numbers its devices as nvidia-smi does, even if the cards differ."""
     links = parse_links(ask("topo", "-m") or "")
     cards = _gpu_cards(ask(*QUERY))
     if links is None or len(cards) != len(links):
         return None
-    beside = (cores or _cores_of(card[3], sysfs) for cores, card in zip(links.cores, cards, strict=True))
+    beside = (cores or _cores_near(card[3], sysfs) for cores, card in zip(links.cores, cards, strict=True))
     links = replace(links, cores=tuple(beside))
     numbers = _gpu_numbers(visible, cards, ordered)
     return links.of(numbers) if numbers else None
-
-
-def visible_cards(visible: str | None) -> list[int]:
-    """nvidia-smi's numbers of the devices that CUDA_VISIBLE_DEVICES, `visible`, names; [] if that is not known."""
-    cards = _gpu_cards(ask_nvidia_smi(*QUERY))
-    return _gpu_numbers(visible, cards, os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") if cards else []
 
 
 def _gpu_cards(told: str | None) -> list[list[str]]:
@@ -181,20 +167,21 @@ def _gpu_cards(told: str | None) -> list[list[str]]:
 def _gpu_numbers(visible: str | None, cards: Sequence[Sequence[str]], ordered: bool) -> list[int]:
     """nvidia-smi's numbers of the visible devices. []: CUDA may number cards that differ in another order."""
     names = [str(index) for index in range(len(cards))] if visible is None else visible.split(",")
-    numbers = [_gpu_number(name.strip(), cards) for name in names if name.strip()]
-    mixed = len({card[2] for card in cards}) > 1 and not ordered and all(name.strip().isdigit() for name in names)
-    return [] if mixed or None in numbers else [number for number in numbers if number is not None]
+    names = [name.strip() for name in names if name.strip()]
+    if len({card[2] for card in cards}) > 1 and not ordered and all(name.isdigit() for name in names):
+        return []
+    numbers = []
+    for name in names:
+        found = [at for at, card in enumerate(cards) if name.startswith("GPU-") and card[1].startswith(name)]
+        if name.isdigit():
+            found = [int(name)] if int(name) < len(cards) else []
+        if len(found) != 1:
+            return []
+        numbers += found
+    return numbers
 
 
-def _gpu_number(name: str, cards: Sequence[Sequence[str]]) -> int | None:
-    """nvidia-smi's number of the device that CUDA_VISIBLE_DEVICES names by number or UUID."""
-    if name.isdigit():
-        return int(name) if int(name) < len(cards) else None
-    found = [at for at, card in enumerate(cards) if name.startswith("GPU-") and card[1].startswith(name)]
-    return found[0] if len(found) == 1 else None
-
-
-def _cores_of(bus_id: str, sysfs: Path) -> tuple[int, ...]:
+def _cores_near(bus_id: str, sysfs: Path) -> tuple[int, ...]:
     """Cores of the NUMA node of a PCI device, such as 00000000:1B:00.0; () if the kernel does not know the node."""
     domain, _, rest = bus_id.lower().partition(":")
     try:
@@ -293,12 +280,26 @@ class Cluster:
     @staticmethod
     def here() -> Cluster:
         """This machine, as far as this process may use it (affinity, cgroup, CUDA_VISIBLE_DEVICES)."""
-        gpus = len(gpu_names())
-        cores = tuple(sorted(os.sched_getaffinity(0)))
-        gpu_bytes, capability = _gpus_told() if gpus else (0, 0.0)
-        links, flags = _links_here(gpus), cpu_flags()
-        found = Machine(cores, gpus, _memory_here(), gpu_bytes, _shm_here(), capability, links, most_files(), flags)
-        return Cluster((found,))
+        gpus, cores = len(gpu_names()), tuple(sorted(os.sched_getaffinity(0)))
+        # As CUDA reads it; None if it is not set.
+        visible = ",".join(gpu_names()) if "CUDA_VISIBLE_DEVICES" in os.environ else None
+        ordered = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        gpu_bytes, capability = _ask_gpus(visible, ordered) if gpus else (0, 0.0)
+        links = read_links(visible, ask_nvidia_smi, ordered=ordered) if gpus else None
+        links = links if links is not None and len(links) == gpus else None
+
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+            if path.is_file() and (text := path.read_text(encoding="utf-8").strip()).isdigit():
+                limits.append(int(text))
+        try:
+            shm = os.statvfs("/dev/shm")
+            shm_bytes = shm.f_bavail * shm.f_frsize
+        except OSError:  # this machine has none
+            shm_bytes = 0
+        return Cluster(
+            (Machine(cores, gpus, min(limits), gpu_bytes, shm_bytes, capability, links, most_files(), cpu_flags()),)
+        )
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -380,17 +381,7 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(str(index) for index in range(len(found)))
 
 
-def _visible_gpus() -> str | None:
-    """CUDA_VISIBLE_DEVICES as CUDA reads it; None if it is not set."""
-    return ",".join(gpu_names()) if "CUDA_VISIBLE_DEVICES" in os.environ else None
-
-
-def _links_here(gpus: int) -> GpuLinks | None:
-    links = links_here(_visible_gpus()) if gpus else None
-    return links if links is not None and len(links) == gpus else None
-
-
-def _gpus_told() -> tuple[int, float]:
+def _ask_gpus(visible: str | None, ordered: bool) -> tuple[int, float]:
     """(bytes of the smallest GPU, the least compute capability), as nvidia-smi reports them; 0 for one not reported."""
     command = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
@@ -399,26 +390,10 @@ def _gpus_told() -> tuple[int, float]:
         told = done.stdout
     except (OSError, subprocess.SubprocessError):
         return 0, 0.0
-    cards, numbers = told.splitlines(), visible_cards(_visible_gpus())
-    if numbers and max(numbers) < len(cards):
-        told = "\n".join(cards[number] for number in numbers)
+    lines, cards = told.splitlines(), _gpu_cards(ask_nvidia_smi(*QUERY))
+    numbers = _gpu_numbers(visible, cards, ordered) if cards else []
+    if numbers and max(numbers) < len(lines):
+        told = "\n".join(lines[number] for number in numbers)
     sizes = [int(size) for size in re.findall(r"^(\d+),", told, re.MULTILINE)]
     capabilities = [float(found) for found in re.findall(r", *(\d+\.\d+)$", told, re.MULTILINE)]
     return min(sizes, default=0) << 20, min(capabilities, default=0.0)
-
-
-def _shm_here() -> int:
-    """Free bytes in /dev/shm; 0 if this machine has no /dev/shm."""
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
-
-
-def _memory_here() -> int:
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if path.is_file() and (text := path.read_text(encoding="utf-8").strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)

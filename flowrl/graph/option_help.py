@@ -178,15 +178,17 @@ def help_text(prog: str, asked: str, groups: Sequence[OptionGroup], *, about: st
     name = asked.lstrip("-").replace("_", "-")
     named = [group for group in groups if group.name == name]
     options = [option for group in groups for option in group.options]
-    usage = f"usage: {prog} [--OPTION VALUE ...]"
+    lines = [f"usage: {prog} [--OPTION VALUE ...]"]
     if not asked and len(options) > MOST_FIRST:
         described = ["", *_wrap_words(about)] if about else []
-        return "\n".join([usage, *described, *_first_screen(prog, groups, own)])
+        return "\n".join([*lines, *described, *_first_screen(prog, groups, own)])
     if name in ("", ALL) or named:
-        shown = named or groups
-        return "\n".join([usage, *(line for group in shown for line in _lines_of_group(group)), "", SWITCHED_OFF])
+        for group in named or groups:
+            rows = [(_option_flags(option), _with_default(option.meaning, option)) for option in group.options]
+            lines += ["", *_wrap_words(f"{group.name}: {group.about}"), "", *_option_table(rows)]
+        return "\n".join([*lines, "", SWITCHED_OFF])
     if option := next((one for one in options if name in (one.name, one.short)), None):
-        return "\n".join(_option_lines(_option_flags(option), _whole_help(option), 8))
+        return "\n".join(_option_lines(_option_flags(option), _with_default(option.meaning, option), 8))
     known = [*(group.name for group in groups), *(option.name for option in options)]
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"the groups are {', '.join(group.name for group in groups)}"
@@ -209,12 +211,12 @@ def _first_screen(prog: str, groups: Sequence[OptionGroup], own: str) -> Iterato
     first = first_options(groups, own)
     number = sum(len(group.options) for group in groups)
     yield from ("", f"{len(first)} of {number} options, those that most runs set:", "")
-    flags = {name: f"--{name}{_value_placeholder(option)}" for name, option in first.items()}
+    rows = []
     for name, option in first.items():
-        default = _default_note(option) if option.default is not None else ""
-        yield from _option_lines(
-            flags[name], f"{_help_beginning(option.meaning)}{default}", _first_column(flags.values())
-        )
+        meaning = _help_beginning(option.meaning)
+        told = meaning if option.default is None else _with_default(meaning, option)
+        rows.append((f"--{name} <{option.takes}>" if option.takes else f"--{name}", told))
+    yield from _option_table(rows)
     which = f"`{prog} --help GROUP` lists a group, `--help OPTION` says all about an option, `--help-all` lists all"
     yield from ("", *_wrap_words(f"The groups of all options; {which}:"), "")
     width = max(len(group.name) for group in groups)
@@ -229,42 +231,28 @@ def _help_beginning(text: str) -> str:
     return re.split(r"[.;:] ", text)[0].rstrip(".")
 
 
-def _lines_of_group(group: OptionGroup) -> Iterator[str]:
-    yield from ("", *_wrap_words(f"{group.name}: {group.about}"), "")
-    for option in group.options:
-        yield from _option_lines(
-            _option_flags(option), _whole_help(option), _first_column(map(_option_flags, group.options))
-        )
-
-
 def _option_flags(option: Option) -> str:
     short = f"--{option.short}, " if option.short else ""
-    return f"{short}--{option.name}{_value_placeholder(option)}"
+    return f"{short}--{option.name} <{option.takes}>" if option.takes else f"{short}--{option.name}"
 
 
-def _value_placeholder(option: Option) -> str:
-    return f" <{option.takes}>" if option.takes else ""
-
-
-def _whole_help(option: Option) -> str:
-    return f"{option.meaning}{_default_note(option)}".strip()
-
-
-def _default_note(option: Option) -> str:
+def _with_default(meaning: str, option: Option) -> str:
     if option.default is dataclasses.MISSING:
-        return " (has to be given)"
+        return f"{meaning} (has to be given)".strip()
     text = default_text(option.default)
     if option.default is False or not text:
-        return ""
-    return f" (default: {text if text.isprintable() else repr(text)})"
+        return meaning
+    return f"{meaning} (default: {text if text.isprintable() else repr(text)})".strip()
 
 
-def _first_column(flags: Iterable[str]) -> int:
-    """Where meanings begin."""
-    return min(max(map(len, flags)) + 4, 32)
+def _option_table(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """(flags, meaning) of several options, whose meanings begin in one column."""
+    column = min(max(len(flags) for flags, _ in rows) + 4, 32)
+    for flags, text in rows:
+        yield from _option_lines(flags, text, column)
 
 
-def _option_lines(flags: str, text: str, column: int = 0) -> list[str]:
+def _option_lines(flags: str, text: str, column: int) -> list[str]:
     """An option: its meaning begins beside its flags, or below them if these are long."""
     if len(flags) > column - 4:
         return [f"  {flags}", *_wrap_words(text, column, column)]

@@ -99,13 +99,11 @@ def _declared(kind: type[Any], path: tuple[str, ...], values: Any) -> Iterator[C
 
 def field_text(kind: type[Any], name: str) -> str:
     """The docstring under a field, of the nearest class that has one."""
-    return next((text for owner in kind.__mro__ if (text := _own_texts(owner).get(name))), "")
-
-
-def _own_texts(kind: type[Any]) -> Mapping[str, str]:
-    """Field -> the docstring under it, for the fields that the class itself declares."""
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return _texts_of_file(path).get(kind.__qualname__, {}) if path else {}
+    for owner in kind.__mro__:
+        path = getattr(sys.modules.get(owner.__module__), "__file__", None)
+        if path and (text := _texts_of_file(path).get(owner.__qualname__, {}).get(name)):
+            return text
+    return ""
 
 
 @functools.cache
@@ -116,20 +114,17 @@ def _texts_of_file(path: str) -> Mapping[str, Mapping[str, str]]:
     def visit(body: Sequence[ast.stmt], prefix: str) -> None:
         for node in body:
             if isinstance(node, ast.ClassDef):
-                found[f"{prefix}{node.name}"] = dict(_texts_of_class(node.body))
+                texts = found[f"{prefix}{node.name}"] = {}
+                for field, after in itertools.pairwise(node.body):
+                    match field, after:
+                        case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                            texts[name] = " ".join(text.split())
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 visit(node.body, f"{prefix}{node.name}.<locals>.")
 
     visit(ast.parse(Path(path).read_bytes()).body, "")
     return found
-
-
-def _texts_of_class(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    for field, after in itertools.pairwise(body):
-        match field, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, " ".join(text.split())
 
 
 def compose(kind: type[Any], values: Mapping[str, Any]) -> Any:
@@ -218,7 +213,12 @@ def check_value(where: str, value: Any, hint: Any) -> Any:
         return adapter_of(hint).validate_json(json.dumps(value), strict=True)
     except (ValidationError, TypeError, ValueError):
         quotes = " in quotes" if isinstance(value, bool | int | float) and _takes_text(hint) else ""
-        raise ConfigError(f"{where} is {_shown(value)}; it needs {_words(hint)}{quotes}") from None
+        try:
+            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+        except ValueError:  # of more digits than Python writes
+            shown = "a number of thousands of digits"
+        shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
+        raise ConfigError(f"{where} is {shown}; it needs {_value_words(hint)}{quotes}") from None
 
 
 def filled(kind: type[Any], given: Mapping[str, Any], *, prefix: str = "", base: Any = None) -> Any:
@@ -275,23 +275,15 @@ def _takes_text(hint: Any) -> bool:
     return hint in (str, Path) or any(_takes_text(part) for part in get_args(hint))
 
 
-def _shown(value: Any) -> str:
-    try:
-        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    except ValueError:  # of more digits than Python writes
-        text = "a number of thousands of digits"
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def _words(hint: Any) -> str:
+def _value_words(hint: Any) -> str:
     """What a value of this type is called."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin in (Union, types.UnionType):
-        return ", or ".join(_words(part) for part in parts)
+        return ", or ".join(_value_words(part) for part in parts)
     if origin is tuple and Ellipsis not in parts:
-        return f"a list of {len(parts)} values, each {_words(parts[0])}"
+        return f"a list of {len(parts)} values, each {_value_words(parts[0])}"
     if origin in (tuple, list):
-        return f"a list, of which each is {_words(parts[0])}"
+        return f"a list, of which each is {_value_words(parts[0])}"
     return WORDS.get(hint, "a mapping of options to values")

@@ -87,20 +87,6 @@ def plain_data(node: Any) -> Any:
         raise ConfigError(f"is not plain data ({text})") from None
 
 
-def is_mapping(node: Any) -> bool:
-    """Whether the node is a mapping, not a scalar or a list."""
-    return str(node.id) == "mapping"
-
-
-def to_yaml(data: Mapping[str, Any]) -> str:
-    """The YAML text of `data`, plain data, in their order. `parse_yaml` and `plain` restore equal data from it."""
-    import yaml
-
-    text = yaml.dump(dict(data), Dumper=_yaml_dumper(), sort_keys=False, allow_unicode=True, width=10**6)
-    assert isinstance(text, str)
-    return text
-
-
 def _count_values(node: Any, known: dict[int, int]) -> int:
     """How many values the node stands for, where each alias counts as what it stands for.
 
@@ -114,7 +100,7 @@ def _count_values(node: Any, known: dict[int, int]) -> int:
             raise ValueError("it contains itself")
         return known[id(node)]
     known[id(node)] = 0  # until it is counted
-    keys = [key.value for key, _ in node.value if isinstance(key.value, str)] if is_mapping(node) else []
+    keys = [key.value for key, _ in node.value if isinstance(key.value, str)] if node.id == "mapping" else []
     if twice := [key for key, times in Counter(keys).items() if times > 1]:
         raise ValueError(f"it has {twice[0]} twice")
     count = 1
@@ -142,16 +128,16 @@ def _yaml_dumper() -> Any:
     """PyYAML's safe dumper. It quotes text that this loader, or a YAML 1.1 loader, would read as something else."""
     import yaml
 
+    def write_text(dumper: Any, data: str) -> Any:
+        # PyYAML writes some line breaks unescaped, and reads them as spaces.
+        style = None if data.isprintable() else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
     dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
-    dumper.add_representer(str, _yaml_text)
+    dumper.add_representer(str, write_text)
     for tag, texts, first in SCALARS:
         dumper.add_implicit_resolver(tag, re.compile(texts), first)
     return dumper
-
-
-def _yaml_text(dumper: Any, data: str) -> Any:
-    style = None if data.isprintable() else '"'  # PyYAML writes some line breaks unescaped, and reads them as spaces
-    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
 GRAPH = "graph"
@@ -197,31 +183,32 @@ class RunFile:
             if name in given:
                 raise ConfigError(f"{self.path}:{line}: {name} is given twice, first in line {lines[name]}; keep one")
             lines[name] = line
-            given[name] = self._value(f"{self.path}:{line}: {name}", node, leaves[name])
+            where = f"{self.path}:{line}: {name}"
+            try:
+                value = plain_data(node)
+            except ConfigError as problem:
+                raise ConfigError(f"{where} {problem}; write text, a number, true, false, null or a list") from None
+            given[name] = check_value(where, value, leaves[name])
         return given
-
-    @staticmethod
-    def _value(where: str, node: Any, hint: Any) -> Any:
-        try:
-            value = plain_data(node)
-        except ConfigError as problem:
-            raise ConfigError(f"{where} {problem}; write text, a number, true, false, null or a list") from None
-        return check_value(where, value, hint)
 
     def _entries(
         self, mapping: Any, prefix: str, leaves: Mapping[str, Any], blocks: Mapping[str, str]
     ) -> Iterator[tuple[str, int, Any]]:
         """(option, its line, the node of its value) of a mapping and of the blocks within it."""
         for key, value in mapping.value:
-            name, line = _graph_name(prefix, key), key.start_mark.line + 1
+            word = key.value.replace("-", "_") if isinstance(key.value, str) else "a key that is no text"
+            name, line = f"{prefix}{word}", key.start_mark.line + 1
             if name == GRAPH:
                 continue
-            if name in blocks and is_mapping(value):
+            if name in blocks and value.id == "mapping":
                 yield from self._entries(value, f"{name}.", leaves, blocks)
             elif (leaf := blocks.get(name, name)) in leaves:
                 yield leaf, line, value
             else:
-                raise ConfigError(f"{self.path}:{line}: {_unknown_option(name, [*leaves, *blocks, GRAPH])}")
+                known = [*leaves, *blocks, GRAPH]
+                near = [one for one in known if one.endswith(f".{name}")] or difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else "--help-all lists the options"
+                raise ConfigError(f"{self.path}:{line}: there is no option {name}; {hint}")
 
 
 def write_run_file(path: Path, graph: str, *options: Mapping[str, Any]) -> str:
@@ -237,17 +224,13 @@ def write_run_file(path: Path, graph: str, *options: Mapping[str, Any]) -> str:
 
 
 def run_file_text(graph: str, *options: Mapping[str, Any]) -> str:
-    """The text of a run file with these options, as nested plain data."""
+    """The text of a run file with these options, as nested plain data in their order."""
+    import yaml
+
     merged = {name: value for some in options for name, value in some.items()}
     if GRAPH in merged:
         raise ConfigError("a run file names the graph with the key graph, but the graph has an option of that name")
-    return to_yaml({GRAPH: graph, **merged})
-
-
-def _graph_name(prefix: str, key: Any) -> str:
-    return prefix + (key.value.replace("-", "_") if isinstance(key.value, str) else "a key that is no text")
-
-
-def _unknown_option(name: str, known: list[str]) -> str:
-    near = [one for one in known if one.endswith(f".{name}")] or difflib.get_close_matches(name, known, 1)
-    return f"there is no option {name}; " + (f"did you mean {near[0]}?" if near else "--help-all lists the options")
+    data = {GRAPH: graph, **merged}
+    text = yaml.dump(data, Dumper=_yaml_dumper(), sort_keys=False, allow_unicode=True, width=10**6)
+    assert isinstance(text, str)
+    return text
