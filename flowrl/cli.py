@@ -18,8 +18,8 @@ from pathlib import Path
 
 from flowrl.commands.copy_graph import parse_new
 from flowrl.commands.origins import print_origins
-from flowrl.commands.prepare import prepare
-from flowrl.commands.run_graph import print_preflight, print_report, print_trial, proposal, report_of, run_graph
+from flowrl.commands.prepare import prepare_graph
+from flowrl.commands.run_graph import print_preflight, print_report, print_trial, propose_options, report_of, run_graph
 from flowrl.commands.usage import HELP, OWN_HELP, USAGE, WITHOUT_OPTIONS
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
@@ -144,7 +144,7 @@ def graphs(args: Sequence[str]) -> int:
 def new(args: Sequence[str]) -> int:
     """`flowrl new MY_GRAPH.py --from NAME`: prints the files written and what to do next."""
     copy = parse_new(list(args))
-    for path in copy.write():
+    for path in copy.write_files():
         print_text(f"wrote {path}")
     print_text(f"next: flowrl check {copy.target}, then flowrl run {copy.target} --steps 20")
     return 0
@@ -152,22 +152,22 @@ def new(args: Sequence[str]) -> int:
 
 def quickstart(args: Sequence[str]) -> int:
     """`flowrl quickstart`: status 0 when the audit is ok."""
-    from flowrl.commands.quickstart import QuickstartOptions, train
+    from flowrl.commands.quickstart import QuickstartOptions, train_quickstart
 
-    return train(parse_options(QuickstartOptions, args, prog="flowrl quickstart"))
+    return train_quickstart(parse_options(QuickstartOptions, args, prog="flowrl quickstart"))
 
 
 def check(args: Sequence[str]) -> int:
     """`flowrl check GRAPH`: problems to stderr and status 2, or the plan to stdout."""
     from flowrl.graph.drawing import draw_graph
 
-    prepared = prepare("check", (CheckOptions,), args)
+    prepared = prepare_graph("check", (CheckOptions,), args)
     (options,) = prepared.own
     cluster = Cluster.parse(options.cluster) if options.cluster else Cluster.here()
     report = report_of(prepared, cluster)
     for path in options.draw if report.planned else ():
         draw_graph(prepared.graph, report.plan, path)
-    print_report(report, proposal(prepared, cluster, report))
+    print_report(report, propose_options(prepared, cluster, report))
     print_origins(prepared.origins)
     if options.preflight:
         print_preflight(prepared)
@@ -183,7 +183,7 @@ def run(args: Sequence[str]) -> int:
 
 def tune(args: Sequence[str]) -> int:
     """`flowrl tune GRAPH`: measures, and writes the run file of the placement with the shortest step."""
-    from flowrl.commands.tune.tune import tune as find_placement
+    from flowrl.commands.tune.tune import tune_graph as find_placement
 
     return find_placement(args)
 
@@ -205,7 +205,7 @@ def audit(args: Sequence[str]) -> int:
 
 def samples(args: Sequence[str]) -> int:
     """`flowrl samples RUN_DIR`: prints samples that a run has kept."""
-    from flowrl.commands.samples import samples as print_samples
+    from flowrl.commands.samples import print_samples as print_samples
 
     return print_samples(args)
 
@@ -226,30 +226,30 @@ def _around(command: str, args: Sequence[str]) -> int:
 
 def merge(args: Sequence[str]) -> int:
     """`flowrl merge ADAPTER`: prints where the merged model is."""
-    from flowrl.commands.merge_adapter import merge as merge_adapter
+    from flowrl.commands.merge_adapter import merge_adapter as merge_adapter
 
     return merge_adapter(args)
 
 
 def export(args: Sequence[str]) -> int:
     """`flowrl export RUN`: prints where the model is."""
-    from flowrl.commands.export import export as export_model
+    from flowrl.commands.export import export_model as export_model
 
     return export_model(args)
 
 
 def chat(args: Sequence[str]) -> int:
     """`flowrl chat MODEL`: until the input ends."""
-    from flowrl.commands.talk import chat as talk
+    from flowrl.commands.talk import chat_with_model as talk
 
     return talk(args)
 
 
 def doctor(args: Sequence[str]) -> int:
     """`flowrl doctor`: status 1 if something failed."""
-    from flowrl.commands.doctor import DoctorOptions, examine
+    from flowrl.commands.doctor import DoctorOptions, print_findings
 
-    return examine(parse_options(DoctorOptions, args, prog="flowrl doctor"))
+    return print_findings(parse_options(DoctorOptions, args, prog="flowrl doctor"))
 
 
 def gpu_check(args: Sequence[str]) -> int:

@@ -22,11 +22,11 @@ from flowrl.options import (
     EvaluationOptions,
     PolicyOptions,
     ReplySampling,
+    find_unused,
     make_batcher,
     make_generator,
     make_trainer,
     train_on_episodes,
-    unused,
 )
 from flowrl.tasks import Task
 
@@ -69,7 +69,7 @@ class AgentOpenAI(EpisodeConfig):
             yield "--evaluate-task is for agents that get the rows of a task; one of verifiers has its own questions"
         if self.players.environment:
             why = "it is for agents that get the rows of a task; one of verifiers has its own questions"
-            yield from unused(self, ("evaluate_also",), why)
+            yield from find_unused(self, ("evaluate_also",), why)
 
     @property
     def players(self) -> AgentProgram:

@@ -23,13 +23,13 @@ from flowrl.options import (
     add_evaluation,
     add_offline_evaluation,
     add_reference,
+    find_unused,
     make_batcher,
     make_generator,
     make_prompts,
     make_trainer,
     too_low,
     train_on_groups,
-    unused,
 )
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.token_objectives import GeneralizedJSD, ReverseKL
@@ -95,11 +95,11 @@ class Distill(OnlineConfig):
         yield from too_low(self, max_answer_tokens=2)
         if self.lmbda == 1:
             why = "every prompt has answers of the student, for --lmbda is 1; lower it, or leave this out"
-            yield from unused(self, ("max_answer_tokens",), why)
+            yield from find_unused(self, ("max_answer_tokens",), why)
         if not self.lmbda:
             why = "nothing is sampled, for --lmbda is 0: every prompt has the one answer of the data; leave this out"
             names = ("staleness", "on_limit", "look_ahead", "overlong_filter")
-            yield from unused(self, names if self.sampling.group_size == 1 else ("group_size", *names), why)
+            yield from find_unused(self, names if self.sampling.group_size == 1 else ("group_size", *names), why)
         if self.data.task.reward and not self.evaluation.evaluates:
             yield "--task.reward scores held-out answers here, for the teacher scores the others, and --evaluate is 0"
         if self.exact and self.beta is not None:

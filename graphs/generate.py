@@ -17,7 +17,7 @@ from flowrl.options import (
     PromptData,
     RewardOptions,
     TruncationOptions,
-    unused,
+    find_unused,
 )
 
 
@@ -53,7 +53,7 @@ class Generate(GraphConfig):
             yield f"--best chooses among --group-size responses, which is {size}; it needs at least 2"
         if not self.scored:
             names = ("reward_timeout_s", "reward_concurrency", "reward_away_s", "task.reward", "task.reward_weights")
-            yield from unused(self, names, "responses have no rewards; give --score or --best too")
+            yield from find_unused(self, names, "responses have no rewards; give --score or --best too")
 
     @property
     def scored(self) -> bool:

@@ -21,13 +21,13 @@ from flowrl.options import (
     ResponseShaping,
     RewardKLLoss,
     RewardOptions,
+    find_unused,
     make_batcher,
     make_generator,
     make_prompts,
     make_reward,
     make_trainer,
     train_on_answers,
-    unused,
 )
 from flowrl.training.advantages import Estimate
 
@@ -60,10 +60,10 @@ class GRPO(OnlineConfig):
         if self.advantage == "gdpo":
             why = "--advantage gdpo compares the parts of a reward, not what shaping makes of their sum; leave this out"
             names = ("reward_clip", "stop_penalty", "negate_rewards", "overlong_buffer", "overlong_factor")
-            yield from unused(self, names, why)
+            yield from find_unused(self, names, why)
         if self.advantage == "max_rl":
             why = "--advantage max_rl divides by a mean reward, and this makes rewards negative; leave it out"
-            yield from unused(self, ("negate_rewards", "overlong_buffer"), why)
+            yield from find_unused(self, ("negate_rewards", "overlong_buffer"), why)
 
 
 def graph(cfg: GRPO) -> Graph:

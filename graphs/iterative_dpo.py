@@ -21,13 +21,13 @@ from flowrl.options import (
     PairReferenceSize,
     ResponseShaping,
     RewardOptions,
+    find_unused,
     make_batcher,
     make_generator,
     make_prompts,
     make_reward,
     make_trainer,
     train_on_answers,
-    unused,
 )
 from flowrl.training.loss.preference_objectives import DPOObjective
 
@@ -85,7 +85,7 @@ class IterativeDPO(OnlineConfig):
             yield "--on-limit is 'mask', which can mask one answer of a pair and not the other; use wait"
         if self.loss.compared_with is None:
             why = "this run has no reference; take --reference.weights initial"
-            yield from unused(self, ("reference",), why)
+            yield from find_unused(self, ("reference",), why)
 
 
 def graph(cfg: IterativeDPO) -> Graph:

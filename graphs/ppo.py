@@ -37,12 +37,12 @@ from flowrl.options import (
     Size,
     add_evaluation,
     add_reference,
+    find_unused,
     make_batcher,
     make_generator,
     make_prompts,
     make_reward,
     make_trainer,
-    unused,
     unused_settings,
 )
 from flowrl.training.advantages import Estimate
@@ -68,7 +68,7 @@ class PPOLoss(PolicyLoss):
     def problems_within(self, cfg: GraphConfig) -> Iterator[str]:
         yield from super().problems_within(cfg)
         if not self.kl_coef:
-            yield from unused(cfg, ("kl_estimator", "kl_target"), "--kl-coef is 0; raise it, or leave this out")
+            yield from find_unused(cfg, ("kl_estimator", "kl_target"), "--kl-coef is 0; raise it, or leave this out")
 
     @property
     def kl_in_reward(self) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flowrl import Graph
 from flowrl.models import Policy
 from flowrl.nodes import DemonstrationSource, HeldOutBatch, StepDataset, TooLong
-from flowrl.options import EpochOptions, GraphConfig, TrainerOptions, too_low, unused
+from flowrl.options import EpochOptions, GraphConfig, TrainerOptions, find_unused, too_low
 from flowrl.training.loss.token_objectives import StepCorrectness
 
 
@@ -44,7 +44,7 @@ class ProcessRewardModel(GraphConfig):
         yield from super().problems()
         yield from too_low(self, max_length=2, held_out=0, judge_every=0)
         if not self.held_out:
-            yield from unused(self, ("judge_every",), "there is nothing to measure on, for --held-out is 0")
+            yield from find_unused(self, ("judge_every",), "there is nothing to measure on, for --held-out is 0")
 
     @property
     def model(self) -> Policy:

@@ -22,13 +22,13 @@ from flowrl.options import (
     PolicyLoss,
     ResponseShaping,
     RewardOptions,
+    find_unused,
     make_batcher,
     make_generator,
     make_prompts,
     make_reward,
     make_trainer,
     train_on_answers,
-    unused,
 )
 from flowrl.training.advantages import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -55,7 +55,7 @@ class ReinforcePPLoss(PolicyLoss):
         yield from super().problems_within(cfg)
         if not self.kl_in_reward:
             why = "there is no KL in the reward with --baseline, or a --kl-coef of 0; leave this out"
-            yield from unused(cfg, ("kl_target",), why)
+            yield from find_unused(cfg, ("kl_target",), why)
 
     @property
     def kl_in_reward(self) -> float:

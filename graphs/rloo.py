@@ -20,13 +20,13 @@ from flowrl.options import (
     PolicyLoss,
     ResponseShaping,
     RewardOptions,
+    find_unused,
     make_batcher,
     make_generator,
     make_prompts,
     make_reward,
     make_trainer,
     train_on_answers,
-    unused,
 )
 from flowrl.training.advantages import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -48,7 +48,9 @@ class RLOOLoss(PolicyLoss):
     def problems_within(self, cfg: GraphConfig) -> Iterator[str]:
         yield from super().problems_within(cfg)
         if not self.kl_coef:
-            yield from unused(cfg, ("kl_before_baseline", "kl_target"), "--kl-coef is 0; raise it, or leave this out")
+            yield from find_unused(
+                cfg, ("kl_before_baseline", "kl_target"), "--kl-coef is 0; raise it, or leave this out"
+            )
 
     @property
     def kl_in_reward(self) -> float:

@@ -34,8 +34,8 @@ from flowrl.options import (
     TimedReward,
     TrainerOptions,
     add_offline_evaluation,
+    find_unused,
     too_low,
-    unused,
 )
 from flowrl.training.loss.token_objectives import SFTObjective
 
@@ -75,7 +75,7 @@ class SFT(GraphConfig):
         yield from super().problems()
         yield from too_low(self, max_tokens=2, answer_tokens=1, held_out=0, judge_every=0)
         if not self.held_out:
-            yield from unused(self, ("judge_every",), "there is nothing to measure on; give --held-out too")
+            yield from find_unused(self, ("judge_every",), "there is nothing to measure on; give --held-out too")
         if self.pretrain_mode == "off":
             return
         of_task = ("system_prompt", "template", "reasoning")

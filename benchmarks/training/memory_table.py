@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from flowrl.commands.fit import fitting, option_text
+from flowrl.commands.fit import find_fitting, option_text
 from flowrl.graph.analysis.check import Report, check
 from flowrl.graph.analysis.memory_use import TERMS, gib_text
 from flowrl.graph.load import load_file
@@ -38,7 +38,7 @@ def rows(graph: str) -> Iterator[tuple[str, ...]]:
             cluster = Cluster.parse(text)
             for adapters in ((), ADAPTERS):
                 cfg = file.parse(["--policy", str(SHAPES / f"{shape}.json"), *USUAL, *adapters])
-                if (found := fitting(file, cfg, cluster)) is not None:
+                if (found := find_fitting(file, cfg, cluster)) is not None:
                     break
             if found is None:
                 yield name, text, "does not fit", *("",) * (len(HEADS) - 3)

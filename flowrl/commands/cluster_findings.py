@@ -105,9 +105,9 @@ class EchoActor:
 
     def reach(self, url: str) -> tuple[float, float] | str:
         """(round trip in seconds, bytes per second), or what is wrong."""
-        from flowrl.commands.machine_findings import measure
+        from flowrl.commands.machine_findings import measure_link
 
         try:
-            return measure(url, self._echo.keys)
+            return measure_link(url, self._echo.keys)
         except ConfigError as problem:
             return str(problem)

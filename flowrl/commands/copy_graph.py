@@ -36,7 +36,7 @@ class GraphCopy:
         if not self.target.parent.is_dir():
             raise ConfigError(f"there is no folder {self.target.parent} for {self.target.name}; make it first")
 
-    def write(self) -> list[Path]:
+    def write_files(self) -> list[Path]:
         """Write the copy; returns all files that it wrote. Raises ConfigError if one of them already exists."""
         beside = {FOLDER / path: self.target.parent / path for path in companion_files(self.name)}
         for path in (self.target, *beside.values()):

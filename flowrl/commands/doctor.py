@@ -23,7 +23,7 @@ class DoctorOptions:
     """Print a JSON object instead of lines."""
 
 
-def examine(options: DoctorOptions) -> int:
+def print_findings(options: DoctorOptions) -> int:
     """Print the findings; returns the exit status: 0, or 1 if something failed."""
     from flowrl.commands.cluster_findings import ray_findings
     from flowrl.commands.machine_findings import machine_findings

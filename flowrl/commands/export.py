@@ -15,7 +15,7 @@ from flowrl.commands.checkpoint_of import model_dir
 from flowrl.commands.whole_directory import whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
-from flowrl.hub import gigabytes
+from flowrl.hub import gb_text
 from flowrl.machine.disk import user_path
 from flowrl.runtime.telemetry.standard_streams import print_text
 
@@ -45,7 +45,7 @@ class ExportOptions:
             raise ConfigError("flowrl export needs to know where to: --name DIRECTORY, or --to hub --name OWNER/NAME")
 
 
-def export(args: Sequence[str]) -> int:
+def export_model(args: Sequence[str]) -> int:
     """The command."""
     if not args or args[0].startswith("-"):
         if args and args[0] in ("-h", "--help"):
@@ -57,10 +57,10 @@ def export(args: Sequence[str]) -> int:
     size = sum(file.stat().st_size for file in files)
     print_text(f"{source}: {len(files)} files, {size / 1e6:.1f} MB", flush=True)
     if options.to == "dir":
-        copy(source, files, user_path(options.name))
+        copy_files(source, files, user_path(options.name))
         print_text(f"wrote {options.name}")
     else:
-        print_text(f"uploaded to {upload(source, files, options)}")
+        print_text(f"uploaded to {upload_files(source, files, options)}")
     return 0
 
 
@@ -71,7 +71,7 @@ def files_of(source: Path) -> list[Path]:
     return [file for file in (*beside, *adapter) if not file.name.startswith(".")]
 
 
-def copy(source: Path, files: Sequence[Path], target: Path) -> None:
+def copy_files(source: Path, files: Sequence[Path], target: Path) -> None:
     """Copy the files to `target`, completely or not at all; prints a line for each large file. Raises ConfigError."""
     total, copied = sum(file.stat().st_size for file in files), 0
     with whole_directory(target) as temporary:
@@ -81,14 +81,14 @@ def copy(source: Path, files: Sequence[Path], target: Path) -> None:
             shutil.copyfile(file, into)  # not `copy`: a run's own files are readable only by its user
             copied += into.stat().st_size
             if into.stat().st_size >= LARGE_BYTES:
-                print_text(f"copied {file.name}: {gigabytes(copied)} of {gigabytes(total)}", flush=True)
+                print_text(f"copied {file.name}: {gb_text(copied)} of {gb_text(total)}", flush=True)
 
 
-def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:
+def upload_files(source: Path, files: Sequence[Path], options: ExportOptions) -> str:
     """Upload the files in one commit; returns the address. The token is the Hub's own: HF_TOKEN, or `hf auth login`."""
     from huggingface_hub import HfApi
 
-    from flowrl.hub import failures
+    from flowrl.hub import hub_failures
 
     api = HfApi()
     try:
@@ -102,7 +102,7 @@ def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:
             revision=options.revision,
             commit_message=options.message,
         )
-    except failures() as error:
+    except hub_failures() as error:
         if isinstance(error, OSError) and error.filename is not None:  # an error of a file here
             raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; nothing was uploaded") from None
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

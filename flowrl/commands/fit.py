@@ -46,11 +46,11 @@ SHARES = (None, 0.85)
 contexts of many processes."""
 
 
-def fitting(file: GraphFile, cfg: Any, cluster: Cluster) -> Overrides | None:
+def find_fitting(file: GraphFile, cfg: Any, cluster: Cluster) -> Overrides | None:
     """Overrides of `cfg` with which the graph passes every check on `cluster`; None if no overrides that were tried
     do."""
     variations = Variations(file, cfg, cluster)
-    return next((overrides for overrides in variations.ordered() if variations.fit(overrides)), None)
+    return next((overrides for overrides in variations.order_variations() if variations.fit(overrides)), None)
 
 
 def option_text(overrides: Mapping[str, Any]) -> str:
@@ -74,7 +74,7 @@ class Variations:
 
     def fit(self, overrides: Overrides) -> bool:
         """Whether the graph passes every check with these overrides."""
-        graph = self._graph(overrides)
+        graph = self._build_graph(overrides)
         return graph is not None and not self._large(graph) and check(graph, self.cluster).ok
 
     def _large(self, graph: Graph) -> bool:
@@ -85,88 +85,94 @@ class Variations:
         residents = find_residents(graph, make_plan(graph, self.cluster), self.cluster)
         return any(memory_problems(residents, self.cluster))
 
-    def allowed(self, overrides: Overrides) -> bool:
+    def is_allowed(self, overrides: Overrides) -> bool:
         """Whether nothing is wrong with these overrides, except perhaps the size of the graph."""
-        graph = self._graph(overrides)
+        graph = self._build_graph(overrides)
         if graph is None:
             return False
         report = check(graph, self.cluster)
         return report.ok or report.too_large
 
-    def _graph(self, overrides: Overrides) -> Graph | None:
+    def _build_graph(self, overrides: Overrides) -> Graph | None:
         """The graph with these overrides; None if one of them is refused."""
         try:
             return self.file.build(changed_config(self.cfg, overrides))
         except ConfigError:
             return None
 
-    def ordered(self) -> Iterator[Overrides]:
+    def order_variations(self) -> Iterator[Overrides]:
         """All variations, those that cost the least speed first."""
         for ways, sharing in itertools.product(MEMORY, [*self._sharing()]):
-            known = [way for way in map(self._for_all_trainers, ways) if all(map(self._has, way))]
-            for ranks, memory in self._steps(known) if known else ():
-                for count, tensor, way, dtype in itertools.product(ranks, self._parts, memory, self._dtypes):
+            known = [way for way in map(self._for_all_trainers, ways) if all(map(self._has_option, way))]
+            for ranks, memory in self._grow_steps(known) if known else ():
+                for count, tensor, way, dtype in itertools.product(ranks, self._engine_parts, memory, self._dtypes):
                     sized = {"generator.gpus": tensor["engine.tensor_parallel_size"]} if tensor else {}
                     yield {**dtype, **way, **count, **tensor, **sized, **sharing}
 
-    def _steps(self, ways: list[Overrides]) -> Iterator[tuple[list[Overrides], list[Overrides]]]:
+    def _grow_steps(self, ways: list[Overrides]) -> Iterator[tuple[list[Overrides], list[Overrides]]]:
         """Numbers of ranks, and ways of saving memory: micro-batches as they are, smaller, and shared by ranks."""
-        small = [ways[-1] | budget for budget in self._budgets]
-        ranks = self._more("trainer.replicas", self.cluster.num_gpus)
+        small = [ways[-1] | budget for budget in self._smaller_budgets]
+        ranks = self._larger_values("trainer.replicas", self.cluster.num_gpus)
         yield ranks, ways
         yield ranks, small
-        yield self._shared, (small or ways)[-1:]
+        yield self._shared_ranks, (small or ways)[-1:]
 
     @property
     def _dtypes(self) -> list[Overrides]:
-        narrows = self._has("dtype") and value_of(self.cfg, "dtype") != "bfloat16" and self.cluster.num_gpus
+        narrows = self._has_option("dtype") and value_of(self.cfg, "dtype") != "bfloat16" and self.cluster.num_gpus
         return [{}, {"dtype": "bfloat16"}] if narrows else [{}]
 
     @property
-    def _parts(self) -> list[Overrides]:
+    def _engine_parts(self) -> list[Overrides]:
         """Numbers of tensor parallel parts of the generator's model."""
-        return self._more("engine.tensor_parallel_size", min(8, self.cluster.num_gpus))
+        return self._larger_values("engine.tensor_parallel_size", min(8, self.cluster.num_gpus))
 
-    def _more(self, name: str, most: int) -> list[Overrides]:
+    def _larger_values(self, name: str, most: int) -> list[Overrides]:
         """The option as it is, and larger values of it."""
-        if not self._has(name):
+        if not self._has_option(name):
             return [{}]
         now = value_of(self.cfg, name) or 1
         return [{}, *({name: count} for count in COUNTS if now < count <= most)]
 
     @cached_property
-    def _budgets(self) -> list[Overrides]:
+    def _smaller_budgets(self) -> list[Overrides]:
         """Halves of the token budget, as long as it has room for two of the longest samples: a preference pair."""
         longest = derive_numbers(self.file.build(self.cfg)).longest_sample
-        if not self._has("token_budget") or not longest or not self.cluster.num_gpus:
+        if not self._has_option("token_budget") or not longest or not self.cluster.num_gpus:
             return []
         halves = (value_of(self.cfg, "token_budget") >> times for times in itertools.count(1))
         return [{"token_budget": budget} for budget in itertools.takewhile(lambda half: half >= 2 * longest, halves)]
 
     @cached_property
-    def _shared(self) -> list[Overrides]:
+    def _shared_ranks(self) -> list[Overrides]:
         """Ranks that share their micro-batches: by positions, then by matrices. At stage 3, by matrices only if
         positions cannot be divided, and then at stage 2."""
-        if not self._has("trainer.sequence_parallel_size") or not self._has("zero.stage"):
+        if not self._has_option("trainer.sequence_parallel_size") or not self._has_option("zero.stage"):
             return []
-        positions = self._divided("trainer.sequence_parallel_size", {})
+        positions = self._divide_batches("trainer.sequence_parallel_size", {})
         if value_of(self.cfg, "zero.stage") < 3:
-            return positions + self._divided("trainer.tensor_parallel_size", {})
-        return positions or self._divided("trainer.tensor_parallel_size", self._for_all_trainers({"zero.stage": 2}))
+            return positions + self._divide_batches("trainer.tensor_parallel_size", {})
+        return positions or self._divide_batches(
+            "trainer.tensor_parallel_size", self._for_all_trainers({"zero.stage": 2})
+        )
 
-    def _divided(self, name: str, needed: Overrides) -> list[Overrides]:
+    def _divide_batches(self, name: str, needed: Overrides) -> list[Overrides]:
         """Larger values of the option for which at most the size of the graph is a problem, each with numbers of
         ranks."""
         now, ranks, gpus = value_of(self.cfg, name), value_of(self.cfg, "trainer.replicas"), self.cluster.num_gpus
         most = min(MOST_SHARED, max(machine.gpus for machine in self.cluster.machines))
-        sizes = [n for n in range(now + 1, most + 1) if self.allowed({**needed, "trainer.replicas": n, name: n})]
+        sizes = [n for n in range(now + 1, most + 1) if self.is_allowed({**needed, "trainer.replicas": n, name: n})]
         counts = ((size, size * copies) for size in sizes for copies in COUNTS)
         return [{**needed, "trainer.replicas": count, name: size} for size, count in counts if ranks <= count <= gpus]
 
     def _sharing(self) -> Iterator[Overrides]:
         """First nothing time-shared, then generator and trainer time-shared."""
         yield {}
-        if self.cluster.num_gpus and self._has("engine.gpu_memory_utilization") and self._has("trainer.replicas"):
+        if (
+            self.cluster.num_gpus
+            and self._has_option("engine.gpu_memory_utilization")
+            and self._has_option("trainer.replicas")
+        ):
             for share in SHARES:
                 room = {} if share is None else {"engine.gpu_memory_utilization": share}
                 yield {"time_share": ("generator", "trainer"), **room}
@@ -174,7 +180,7 @@ class Variations:
     def _for_all_trainers(self, overrides: Overrides) -> Overrides:
         """`overrides`, and the same for the critic's trainer, which has its own settings."""
         critic = {f"critic_{name}": value for name, value in overrides.items() if name.startswith("zero.")}
-        return overrides | {name: value for name, value in critic.items() if self._has(name)}
+        return overrides | {name: value for name, value in critic.items() if self._has_option(name)}
 
-    def _has(self, name: str) -> bool:
+    def _has_option(self, name: str) -> bool:
         return has_option(self.cfg, name)

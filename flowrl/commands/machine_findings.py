@@ -35,12 +35,12 @@ LEAST_SHM_RATE, LEAST_TCP_RATE = 0.3e9, 0.03e9
 def machine_findings() -> Iterator[Finding]:
     """All findings, one after the other."""
     yield python()
-    yield from products()
-    yield packages()
-    yield _raised("vllm", check_vllm_version, "vLLM")
-    yield from devices()
+    yield from find_slow_cpu()
+    yield find_packages()
+    yield _run_check("vllm", check_vllm_version, "vLLM")
+    yield from find_devices()
     yield shared_memory()
-    yield from compilers()
+    yield from find_compilers()
     yield open_files()
     yield shared_memory_rate()
     yield loopback_rate()
@@ -51,7 +51,7 @@ def python() -> Finding:
     return Finding("python", "ok", found)
 
 
-def products() -> Iterator[Finding]:
+def find_slow_cpu() -> Iterator[Finding]:
     """A warning if this machine has to compute on a CPU that is slow in bfloat16."""
     if not gpu_names() and is_slow_in_bfloat16():
         found = f"this CPU ({describe_cpu()}) multiplies bfloat16 some ten times slower than float32"
@@ -59,7 +59,7 @@ def products() -> Iterator[Finding]:
         yield Finding("bfloat16", "warning", found, remedy)
 
 
-def packages() -> Finding:
+def find_packages() -> Finding:
     """Whether the installed versions of flowrl's dependencies are those that it asks for."""
     if foreign := _foreign():
         return Finding("packages", "failed", *foreign)
@@ -100,7 +100,7 @@ def _wrong_packages(asked_for: Iterable[str]) -> Iterator[str]:
             yield f"{asked.name} is {found}, not {asked.specifier}"
 
 
-def _raised(name: str, check: Callable[[], object], found: str) -> Finding:
+def _run_check(name: str, check: Callable[[], object], found: str) -> Finding:
     """The finding of a check that raises ConfigError."""
     try:
         answer = check()
@@ -110,7 +110,7 @@ def _raised(name: str, check: Callable[[], object], found: str) -> Finding:
     return Finding(name, "ok", f"{found} {answer}" if isinstance(answer, str) else found)
 
 
-def devices() -> Iterator[Finding]:
+def find_devices() -> Iterator[Finding]:
     """Driver, GPUs as torch sees them, and whether they reach each other's memory."""
     driver = _driver()
     count = Cluster.here().num_gpus
@@ -160,16 +160,16 @@ def links_finding(links: GpuLinks | None) -> Finding:
     """Which GPUs have NVLink between them, and which are on one NUMA node, as the plan of a run counts them."""
     if links is None:
         return Finding("gpu links", "skipped", "nvidia-smi topo -m gives no answer; a run places GPUs by their numbers")
-    joined = [_spans(group) for group in links.groups(links.has_nvlink) if len(group) > 1]
+    joined = [_span_text(group) for group in links.groups(links.has_nvlink) if len(group) > 1]
     found = [f"NVLink between {' | '.join(joined)}"] if joined else ["no NVLink"] if len(links) > 1 else []
     by_cores: dict[tuple[int, ...], list[int]] = {}
     for gpu, cores in enumerate(links.cores):
         by_cores.setdefault(cores, []).append(gpu)
-    found += [f"{_spans(gpus)} beside cores {_spans(cores)}" for cores, gpus in by_cores.items() if cores]
+    found += [f"{_span_text(gpus)} beside cores {_span_text(cores)}" for cores, gpus in by_cores.items() if cores]
     return Finding("gpu links", "ok", "; ".join(found) or "one GPU")
 
 
-def _spans(numbers: Sequence[int]) -> str:
+def _span_text(numbers: Sequence[int]) -> str:
     """0-3,8,9 for 0, 1, 2, 3, 8 and 9."""
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
@@ -200,7 +200,7 @@ def shared_memory() -> Finding:
     return Finding("/dev/shm", "ok", f"{room / GB:.1f} GiB free", numbers=numbers)
 
 
-def compilers() -> Iterator[Finding]:
+def find_compilers() -> Iterator[Finding]:
     """The compilers that are needed for code compiled at its first use."""
     missing = [name for name in ("gcc", "g++") if shutil.which(name) is None]
     if missing:
@@ -208,9 +208,9 @@ def compilers() -> Iterator[Finding]:
         yield Finding("compilers", "failed", f"{' and '.join(missing)} not found", remedy)
     else:
         yield Finding("compilers", "ok", "gcc, g++")
-    yield _raised("Python.h", lambda: check_python_headers("what Triton starts vLLM's kernels with"), "found")
+    yield _run_check("Python.h", lambda: check_python_headers("what Triton starts vLLM's kernels with"), "found")
     if Cluster.here().num_gpus:
-        yield _raised("nvcc", lambda: check_nvcc("DeepSpeed's async_io (--zero.nvme-path)"), "found, or not needed")
+        yield _run_check("nvcc", lambda: check_nvcc("DeepSpeed's async_io (--zero.nvme-path)"), "found, or not needed")
     else:
         yield Finding("nvcc", "skipped", "no NVIDIA GPU here")
 
@@ -237,20 +237,20 @@ def shared_memory_rate() -> Finding:
             seconds = time.perf_counter() - began
     except OSError as error:
         return Finding("shared memory", "failed", f"/dev/shm cannot be written: {error}", "make it writable and larger")
-    return _rate("shared memory", 2 * COPIED_BYTES / seconds, LEAST_SHM_RATE, {})
+    return _rate_finding("shared memory", 2 * COPIED_BYTES / seconds, LEAST_SHM_RATE, {})
 
 
 def loopback_rate() -> Finding:
     """Round trip and bytes per second over tcp with CURVE, from this process to itself."""
     with Echo(CurveKeys.new()) as echo:
-        return loopback_finding(*measure(echo.url, echo.keys))
+        return loopback_finding(*measure_link(echo.url, echo.keys))
 
 
 def loopback_finding(round_trip_s: float, rate: float) -> Finding:
-    return _rate("loopback, CURVE", rate, LEAST_TCP_RATE, {"round_trip_s": round_trip_s})
+    return _rate_finding("loopback, CURVE", rate, LEAST_TCP_RATE, {"round_trip_s": round_trip_s})
 
 
-def _rate(name: str, rate: float, least: float, numbers: dict[str, float]) -> Finding:
+def _rate_finding(name: str, rate: float, least: float, numbers: dict[str, float]) -> Finding:
     found = f"{rate / 1e9:.2f} GB/s" + "".join(f", round trip {1e6 * s:.0f} µs" for s in numbers.values())
     numbers = {**numbers, "bytes_per_s": rate}
     if rate < least:
@@ -296,7 +296,7 @@ class Echo:
             self._socket.close(linger=0)
 
 
-def measure(
+def measure_link(
     url: str, keys: CurveKeys, *, num_bytes: int = COPIED_BYTES // 4, within_s: float = 5.0
 ) -> tuple[float, float]:
     """(round trip in seconds, bytes per second) to an `Echo`. Raises ConfigError if it does not answer."""

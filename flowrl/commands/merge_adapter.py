@@ -12,7 +12,7 @@ from typing import Any, Literal
 from flowrl.commands.whole_directory import require_free, whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
-from flowrl.hub import HubName, fetch_snapshot, gigabytes
+from flowrl.hub import HubName, fetch_snapshot, gb_text
 from flowrl.machine.disk import user_path
 from flowrl.models import Policy, check_model, resolve, to_stderr
 from flowrl.models.model_files import TOKENIZER_FILE, has_tokenizer, weight_files
@@ -38,7 +38,7 @@ class MergeOptions:
     """Run the Python files that come with the base model."""
 
 
-def merge(args: Sequence[str]) -> int:
+def merge_adapter(args: Sequence[str]) -> int:
     """The command."""
     if not args or args[0].startswith("-"):
         if args and args[0] in ("-h", "--help"):
@@ -117,10 +117,10 @@ def write_merged(adapter: Path, base: Path, out: Path, dtype: str, *, trust_remo
     from flowrl.training.model.policy_model import read_companions
 
     weights = sum(file.stat().st_size for file in weight_files(base))
-    print_text(f"loading {base}: {gigabytes(weights)}", flush=True)
-    merged = _merged(adapter, base, dtype, trust_remote_code=trust_remote_code)
+    print_text(f"loading {base}: {gb_text(weights)}", flush=True)
+    merged = _merge_weights(adapter, base, dtype, trust_remote_code=trust_remote_code)
     written = sum(tensor.nbytes for tensor in merged.parameters())
-    print_text(f"writing {gigabytes(written)} to {out}", flush=True)
+    print_text(f"writing {gb_text(written)} to {out}", flush=True)
     with whole_directory(out) as temporary:
         merged.save_pretrained(temporary)
         for name, content in read_companions(base).items():
@@ -130,7 +130,7 @@ def write_merged(adapter: Path, base: Path, out: Path, dtype: str, *, trust_remo
             (temporary / path.name).write_bytes(path.read_bytes())
 
 
-def _merged(adapter: Path, base: Path, dtype: str, *, trust_remote_code: bool) -> Any:
+def _merge_weights(adapter: Path, base: Path, dtype: str, *, trust_remote_code: bool) -> Any:
     """The base model with the adapter in its weights, in host memory. Raises ConfigError."""
     import torch
     from peft import PeftModel

@@ -29,20 +29,23 @@ def values_given(args: Sequence[str], config_type: type[Any]) -> dict[str, Any]:
     return found
 
 
-def origins(file: GraphFile, cfg: Any, fitting: SizeDefaults, given: Mapping[str, Any]) -> Origins:
+def find_origins(file: GraphFile, cfg: Any, fitting: SizeDefaults, given: Mapping[str, Any]) -> Origins:
     """Every option of the graph that depends on model or machine -> (its value, where the value comes from)."""
-    model = _leaf(cfg, "policy")
+    model = _leaf_value(cfg, "policy")
     if not isinstance(model, str) or getattr(cfg, "learning", None) is None:
         return {}
     own = f"{model}'s own" if model in CHARACTER_MODELS else f"of {file.shown}"
     found = {}
     for name in BY_SIZE:
-        value = _leaf(cfg, name)
+        value = _leaf_value(cfg, name)
         if value is not None:
-            found[name] = (value, GIVEN if name in given else fitting.origin(name) if name in fitting.values else own)
-        if name == "dtype" and (sampled := _leaf(cfg, ENGINE_DTYPE)) is not None:
+            found[name] = (
+                value,
+                GIVEN if name in given else fitting.origin_of(name) if name in fitting.values else own,
+            )
+        if name == "dtype" and (sampled := _leaf_value(cfg, ENGINE_DTYPE)) is not None:
             left = "what the model is stored in" if sampled == "auto" else f"of {file.shown}"
-            told = fitting.origin(ENGINE_DTYPE) if ENGINE_DTYPE in fitting.values else left
+            told = fitting.origin_of(ENGINE_DTYPE) if ENGINE_DTYPE in fitting.values else left
             found[ENGINE_DTYPE] = (sampled, GIVEN if ENGINE_DTYPE in given else told)
     return found
 
@@ -52,7 +55,7 @@ def print_origins(found: Origins) -> None:
     if not found:
         return
     width = max(map(len, found), default=0)
-    shown = {name: _shown(value) for name, (value, _) in found.items()}
+    shown = {name: _value_text(value) for name, (value, _) in found.items()}
     column = max(map(len, shown.values()), default=0)
     print_text("\noptions that depend on the model and the machine:")
     print_text(*(f"  {name:<{width}}  {shown[name]:<{column}}  {why}" for name, (_, why) in found.items()), sep="\n")
@@ -64,12 +67,12 @@ def derived_text(found: Origins) -> str:
     if not derived:
         return ""
     why = next(why for _, why in derived.values()).replace("default", "defaults", 1)
-    return f"{why}: {', '.join(f'{name} {_shown(value)}' for name, (value, _) in derived.items())}"
+    return f"{why}: {', '.join(f'{name} {_value_text(value)}' for name, (value, _) in derived.items())}"
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _leaf(cfg: Any, name: str) -> Any:
+def _leaf_value(cfg: Any, name: str) -> Any:
     return value_of(cfg, name) if has_option(cfg, name) else None

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.commands.origins import origins, values_given
+from flowrl.commands.origins import find_origins, values_given
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile, dump_options, load_file, shipped_names
 from flowrl.graph.machine import gpu_names
 from flowrl.graph.option_help import GRAPH, asked_for_help, help_text, merge_groups, option_groups
-from flowrl.graph.option_types import filled, leaves_of, options_of
+from flowrl.graph.option_types import fill_config, leaves_of, options_of
 from flowrl.graph.run_file import RunFile
 from flowrl.machine.cpu import is_slow_in_bfloat16
 from flowrl.options.size_defaults import size_defaults
@@ -46,7 +46,7 @@ class Prepared:
     of_machine: frozenset[str] = frozenset()
     """Options of the graph that were not given, and whose defaults come from this machine or from a resumed run."""
 
-    def lasting(self) -> dict[str, Any]:
+    def lasting_options(self) -> dict[str, Any]:
         """The graph's options for a run file. Options in `of_machine` are left out, because another machine may read
         the file."""
         lasting = dump_options(self.cfg)
@@ -56,13 +56,13 @@ class Prepared:
         return lasting
 
 
-def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str]) -> Prepared:
+def prepare_graph(command: str, own_types: tuple[type[Any], ...], args: Sequence[str]) -> Prepared:
     """Load the graph file, split the options into flowrl's and the graph's own, build the graph."""
     run_file = _run_file(args)
     named = bool(args) and not args[0].startswith("-")
     file = _load(command, args[0] if named else run_file.graph if run_file is not None else "", run_file)
     _refuse_shadowing(file, own_types)
-    parts = _split(args[1:] if named else args, own_types)
+    parts = _split_options(args[1:] if named else args, own_types)
     _refuse_those_of_run(command, parts[-1], {*option_names(file.config_type)}, own_types)
     given = run_file.values(file.config_type, *_in_run_files()) if run_file is not None else {}
     asked = {**given, **values_given(parts[-1], file.config_type)}
@@ -75,7 +75,7 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
     )
     own_given = ((kind, of_run if kind in _in_run_files() else {}) for kind in own_types)
     kinds = (*own_given, (file.config_type, {**fitting.values, **given}))
-    defaults = [filled(kind, values) if values else None for kind, values in kinds]
+    defaults = [fill_config(kind, values) if values else None for kind, values in kinds]
     if (topic := asked_for_help(args)) is not None:
         _print_help(command, file, topic, [*zip((*own_types, file.config_type), defaults, strict=True)])
     prog = f"flowrl {command} {file.shown}"
@@ -90,7 +90,7 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
         file.build(cfg),
         cfg,
         tuple(own),
-        origins(file, cfg, fitting, asked),
+        find_origins(file, cfg, fitting, asked),
         asked=frozenset(asked) - frozenset(of_run),
         of_run=of_run,
         of_machine=frozenset(fitting.others) & frozenset(fitting.values),
@@ -135,7 +135,7 @@ def _refuse_those_of_run(command: str, args: Sequence[str], known: set[str], own
 
 def _load(command: str, graph: str, run_file: RunFile | None) -> GraphFile:
     if graph:
-        return _loaded(graph)
+        return _load_graph(graph)
     if run_file is not None:
         raise ConfigError(f"{run_file.path} names no graph; add `graph: grpo` to it, or write the graph first")
     raise ConfigError(
@@ -144,7 +144,7 @@ def _load(command: str, graph: str, run_file: RunFile | None) -> GraphFile:
     )
 
 
-def _loaded(graph: str) -> GraphFile:
+def _load_graph(graph: str) -> GraphFile:
     """The graph. If a file of that name also exists here, a line says which of the two is meant."""
     if graph in shipped_names() and Path(f"{graph}.py").is_file():
         print_text(f"flowrl: {graph} is the graph of flowrl; the file here is {graph}.py", stream=sys.stderr)
@@ -174,7 +174,7 @@ def _is_of(name: str, *kinds: type[Any]) -> bool:
     return any(name in leaves_of(kind) for kind in kinds)
 
 
-def _split(args: Sequence[str], own_types: Sequence[type[Any]]) -> list[list[str]]:
+def _split_options(args: Sequence[str], own_types: Sequence[type[Any]]) -> list[list[str]]:
     """The options of each of `own_types` with their values, then everything else."""
     own = [option_names(kind) for kind in own_types]
     parts: list[list[str]] = [[] for _ in (*own, "rest")]

@@ -37,7 +37,7 @@ class QuickstartOptions:
                 raise ConfigError(f"--{name} is {getattr(self, name)}; it needs at least 1")
 
 
-def train(options: QuickstartOptions) -> int:
+def train_quickstart(options: QuickstartOptions) -> int:
     """Run and report. Returns the exit status, which is 1 if the audit fails. Raises FlowrlError."""
     from flowrl.runtime.driver.launch import run
 
@@ -46,10 +46,10 @@ def train(options: QuickstartOptions) -> int:
     cfg = file.parse([*args, *(["--shuffle-rewards"] if options.control else [])])
     of_run = RunOptions(steps=options.steps, run_dir=options.run_dir)
     result = run(file.path, file.build(cfg), cfg, of_run, called="quickstart")
-    return report(result.run_dir, result.outcome.evaluations, control=options.control)
+    return print_records(result.run_dir, result.outcome.evaluations, control=options.control)
 
 
-def report(run_dir: Path, evaluations: dict[str, dict[str, float]], *, control: bool) -> int:
+def print_records(run_dir: Path, evaluations: dict[str, dict[str, float]], *, control: bool) -> int:
     """Print what the records say; of a run that was interrupted, what there is. Status 1 if the audit fails."""
     from flowrl.runtime.audit.audit import audit
     from flowrl.runtime.telemetry.metrics import read_lines

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.commands.origins import derived_text, print_origins
-from flowrl.commands.prepare import Prepared, prepare
+from flowrl.commands.prepare import Prepared, prepare_graph
 from flowrl.errors import ConfigError, GraphError
 from flowrl.graph.load import dump_options, is_shipped, user_code
 from flowrl.graph.machine import Cluster
@@ -46,10 +46,10 @@ def run_graph(args: Sequence[str]) -> int:
     from flowrl.runtime.driver.job import RunOptions
 
     started_s = time.monotonic()
-    prepared = prepare("run", (RunOptions, RunFileOptions), args)
+    prepared = prepare_graph("run", (RunOptions, RunFileOptions), args)
     options, of_files = prepared.own
     if of_files.save_config is not None:
-        write_run_file(of_files.save_config, prepared.file.shown, dump_options(options), prepared.lasting())
+        write_run_file(of_files.save_config, prepared.file.shown, dump_options(options), prepared.lasting_options())
     from flowrl.runtime.driver.launch import Launch
 
     file, derived = prepared.file.path, derived_text(prepared.origins)
@@ -133,7 +133,7 @@ def _dry_run(prepared: Prepared, text: str) -> int:
     """Print the options, the plan, and the results of the checks that a run does before it starts."""
     print_text(text)
     report = report_of(prepared, Cluster.here())
-    print_report(report, proposal(prepared, Cluster.here(), report))
+    print_report(report, propose_options(prepared, Cluster.here(), report))
     print_origins(prepared.origins)
     print_preflight(prepared)
     print_text("dry run: graph, models, data and reward are fine; nothing was started")
@@ -148,13 +148,13 @@ def report_of(prepared: Prepared, cluster: Cluster) -> Any:
         return find(prepared.graph, cluster)
 
 
-def proposal(prepared: Prepared, cluster: Cluster, report: Any) -> str:
+def propose_options(prepared: Prepared, cluster: Cluster, report: Any) -> str:
     """Options with which the graph would fit, if its size is the only problem; else ""."""
     if not report.too_large:
         return ""
-    from flowrl.commands.fit import fitting, option_text
+    from flowrl.commands.fit import find_fitting, option_text
 
-    found = fitting(prepared.file, prepared.cfg, cluster)
+    found = find_fitting(prepared.file, prepared.cfg, cluster)
     if found is None:
         return "Nothing that was tried (ranks, their micro-batches, parallel parts, turns, offload) makes it fit there."
     return f"It fits with {option_text(found)}"

@@ -55,7 +55,7 @@ class SamplesOptions:
         return next((name for name in ("best", "worst", "failed") if getattr(self, name)), "last")
 
 
-def samples(args: Sequence[str]) -> int:
+def print_samples(args: Sequence[str]) -> int:
     """The command; prints the samples found."""
     if args and args[0] in ("-h", "--help"):
         parse_options(SamplesOptions, ["--help"], prog="flowrl samples RUN_DIR")
@@ -79,31 +79,31 @@ def samples(args: Sequence[str]) -> int:
 
 def _rows(run_dir: Path, options: SamplesOptions) -> Iterator[Any]:
     if options.diff is None:
-        yield from _found(run_dir, options)
+        yield from _find_samples(run_dir, options)
         return
-    yield from ({"before": before, "after": after} for before, after in _pairs(run_dir, options))
+    yield from ({"before": before, "after": after} for before, after in _find_pairs(run_dir, options))
 
 
 def _lines(run_dir: Path, options: SamplesOptions) -> Iterator[Any]:
     from flowrl.runtime.show import pair_text, rows_text
 
     if options.diff is not None:
-        for pair in _pairs(run_dir, options):
+        for pair in _find_pairs(run_dir, options):
             yield from pair_text(*pair)
         return
-    found = _found(run_dir, options)
+    found = _find_samples(run_dir, options)
     if not found:
         yield "no sample of this kind is kept"
     yield from rows_text(found)
 
 
-def _found(run_dir: Path, options: SamplesOptions) -> Any:
+def _find_samples(run_dir: Path, options: SamplesOptions) -> Any:
     from flowrl.runtime.samples.rollout_files import SampleQuery, find_rows
 
     return find_rows(run_dir, SampleQuery(options.step, options.order, options.held_out, options.limit))
 
 
-def _pairs(run_dir: Path, options: SamplesOptions) -> Any:
+def _find_pairs(run_dir: Path, options: SamplesOptions) -> Any:
     from flowrl.runtime.samples.rollout_files import find_pairs, rollout_files
 
     files = rollout_files(run_dir)

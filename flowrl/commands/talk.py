@@ -43,7 +43,7 @@ class ChatOptions:
     seed: int | None = None
     """Seed that determines the replies; None: replies differ each time."""
 
-    def model(self, named: str) -> Policy:
+    def make_policy(self, named: str) -> Policy:
         """The model of this name, with the tokenizer and template of the options."""
         return Policy(
             named,
@@ -61,7 +61,7 @@ class ChatOptions:
             raise ConfigError("--temperature has to be 0 or more, and --top-p above 0 and at most 1")
 
 
-def chat(args: Sequence[str]) -> int:
+def chat_with_model(args: Sequence[str]) -> int:
     """The command; reads lines from the standard input."""
     if not args or args[0].startswith("-"):
         if args and args[0] in ("-h", "--help"):
@@ -70,17 +70,17 @@ def chat(args: Sequence[str]) -> int:
     options = parse_options(ChatOptions, args[1:], prog="flowrl chat MODEL")
     talk = Talk(_found(args[0], options), options)
     print_text(HELP, stream=sys.stderr)
-    for line in _lines():
+    for line in _read_lines():
         if line == "/exit":
             break
         if line == "/reset":
-            talk.reset()
+            talk.forget_conversation()
             continue
         if re.fullmatch(r"/[a-z]+", line):
             print_text(f"there is no {line}; {HELP}", stream=sys.stderr)
             continue
         try:
-            for piece in talk.reply(line):
+            for piece in talk.stream_reply(line):
                 print_text(piece, end="", flush=True)
             print_text()
         except _NoRoom as told:
@@ -94,12 +94,12 @@ class _NoRoom(Exception):
 
 def _found(named: str, options: ChatOptions) -> Policy:
     """The built-in model of this name, the one on the Hub, or that of a run, a checkpoint or a model's directory."""
-    policy = options.model(named)
+    policy = options.make_policy(named)
     found = policy.built_in or policy.hub_name is not None
-    return policy if found else options.model(str(model_dir(policy.path)))
+    return policy if found else options.make_policy(str(model_dir(policy.path)))
 
 
-def _lines() -> Iterator[str]:
+def _read_lines() -> Iterator[str]:
     """The lines that a user writes, without empty ones."""
     while True:
         if sys.stdin.isatty():
@@ -152,11 +152,11 @@ class Talk:
         if options.seed is not None:
             torch.manual_seed(options.seed)
 
-    def reset(self) -> None:
+    def forget_conversation(self) -> None:
         """Forget what was said."""
         self._messages = []
 
-    def reply(self, text: str) -> Iterator[str]:
+    def stream_reply(self, text: str) -> Iterator[str]:
         """The pieces of the reply to `text`, as they are sampled."""
         import torch
         from transformers import TextIteratorStreamer

@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from flowrl.errors import ConfigError
 from flowrl.graph.option_help import asked_for_help, help_text, option_groups
-from flowrl.graph.option_types import compose, is_composed, options_of
+from flowrl.graph.option_types import compose_config, is_composed, options_of
 
 METAVAR = "NAME=VALUE"
 
@@ -100,7 +100,7 @@ def _tyro_rules() -> Any:
             default = one.default if given is None else one.value_in(given)
             default = tyro.MISSING if default is dataclasses.MISSING else default
             fields.append(StructFieldSpec(one.name, one.hint, default))
-        return StructConstructorSpec(lambda **values: compose(info.type, values), tuple(fields))
+        return StructConstructorSpec(lambda **values: compose_config(info.type, values), tuple(fields))
 
     return rules
 

@@ -30,7 +30,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.annotations import declared_types
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.graph import Graph
-from flowrl.graph.option_types import adapter_of, compose, options_of
+from flowrl.graph.option_types import adapter_of, compose_config, options_of
 from flowrl.messages.base import name_module
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
@@ -55,6 +55,11 @@ def find_graph(graph: str | Path) -> Path:
     near = difflib.get_close_matches(text.lower().replace("-", "_"), [*shipped_names(), *here], 1)
     hint = f"did you mean {near[0]}?" if near else "flowrl graphs lists those of flowrl; a file of your own ends in .py"
     raise ConfigError(f"there is no graph {text!r}; {hint}")
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether this is the file of a graph that comes with flowrl."""
+    return path.resolve().parent == FOLDER.resolve()
 
 
 def graph_summary(name: str) -> str:
@@ -165,7 +170,7 @@ def restore_options(file: GraphFile, config: Mapping[str, Any]) -> Any:
             faults += [f"{'.'.join(map(str, (name, *e['loc'])))}: {e['msg']}" for e in error.errors()]
     if faults:
         raise ConfigError(f"the configuration does not fit {file.path}: {'; '.join(faults)}")
-    return compose(file.config_type, values)
+    return compose_config(file.config_type, values)
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def option_groups(config_type: type[Any], values: Any = None, *, own: str = GRAP
     for one in options_of(config_type).values():
         part = one.path[0].replace("_", "-") if len(one.path) > 1 else own
         about.setdefault(part, class_summary(one.home))
-        for option in _leaf_options(one.name.replace("_", "-"), one.hint, _given(one, values), one.meaning):
+        for option in _leaf_options(one.name.replace("_", "-"), one.hint, _given_value(one, values), one.meaning):
             block = option.name.partition(".")[0]
             group = block if option.name != block else part
             found.setdefault(group, []).append(option)
@@ -106,7 +106,7 @@ def merge_groups(groups: Iterable[OptionGroup]) -> list[OptionGroup]:
     return list(found.values())
 
 
-def _given(one: ConfigOption, values: Any) -> Any:
+def _given_value(one: ConfigOption, values: Any) -> Any:
     value = one.default if values is None else one.value_in(values)
     return dataclasses.MISSING if value is getattr(sys.modules.get("tyro"), "MISSING", dataclasses.MISSING) else value
 
@@ -119,7 +119,7 @@ def _leaf_options(name: str, hint: Any, value: Any, meaning: str) -> Iterator[Op
     for index, inner in enumerate(inside):
         within = None if value is dataclasses.MISSING else value
         leaves = _leaf_options(
-            f"{name}.{inner.name.replace('_', '-')}", inner.hint, _given(inner, within), inner.meaning
+            f"{name}.{inner.name.replace('_', '-')}", inner.hint, _given_value(inner, within), inner.meaning
         )
         for number, option in enumerate(leaves):
             yield dataclasses.replace(option, short=name) if index == number == 0 else option

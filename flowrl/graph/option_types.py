@@ -71,7 +71,7 @@ def _options_of(kind: Any) -> Mapping[str, ConfigOption]:
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         texts |= vars(base).get("help_texts", {})
-    for one in _declared(kind, (), dataclasses.MISSING):
+    for one in _declared_options(kind, (), dataclasses.MISSING):
         if one.name in found:
             first = found[one.name]
             part, home = first.path[0], first.home.__name__
@@ -86,13 +86,13 @@ def _options_of(kind: Any) -> Mapping[str, ConfigOption]:
     return found
 
 
-def _declared(kind: type[Any], path: tuple[str, ...], values: Any) -> Iterator[ConfigOption]:
+def _declared_options(kind: type[Any], path: tuple[str, ...], values: Any) -> Iterator[ConfigOption]:
     hints = declared_types(kind)
     for field in dataclasses.fields(kind):
         hint, place = hints[field.name], (*path, field.name)
-        value = _default(field) if values is dataclasses.MISSING else getattr(values, field.name)
+        value = _default_value(field) if values is dataclasses.MISSING else getattr(values, field.name)
         if _is_part(hint):
-            yield from _declared(hint, place, value)
+            yield from _declared_options(hint, place, value)
         else:
             yield ConfigOption(field.metadata.get("option", field.name), place, hint, value, kind)
 
@@ -127,7 +127,7 @@ def _texts_of_file(path: str) -> Mapping[str, Mapping[str, str]]:
     return found
 
 
-def compose(kind: type[Any], values: Mapping[str, Any]) -> Any:
+def compose_config(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """The configuration with these values of its options and blocks, by name; the others have their defaults.
 
     Every part is made, and checks itself, before the whole does. Raises ConfigError for a value that is refused.
@@ -173,7 +173,7 @@ def changed_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
     for name, value in overrides.items():
         first, _, rest = name.partition(".")
         values[first] = _changed_block(values[first], rest, value)
-    return compose(type(cfg), values)
+    return compose_config(type(cfg), values)
 
 
 def _changed_block(block: Any, name: str, value: Any) -> Any:
@@ -221,7 +221,7 @@ def check_value(where: str, value: Any, hint: Any) -> Any:
         raise ConfigError(f"{where} is {shown}; it needs {_value_words(hint)}{quotes}") from None
 
 
-def filled(kind: type[Any], given: Mapping[str, Any], *, prefix: str = "", base: Any = None) -> Any:
+def fill_config(kind: type[Any], given: Mapping[str, Any], *, prefix: str = "", base: Any = None) -> Any:
     """An instance of `kind` with the values of `given`; other fields have the values of `base`, or the defaults.
 
     `__post_init__` does not run, because options of the command line may still replace wrong values. A field without
@@ -232,13 +232,13 @@ def filled(kind: type[Any], given: Mapping[str, Any], *, prefix: str = "", base:
     hints, instance = declared_types(kind), object.__new__(kind)
     for field in dataclasses.fields(kind):
         name, hint = f"{prefix}{field.metadata.get('option', field.name)}", hints[field.name]
-        value = _default(field) if base is None else getattr(base, field.name)
+        value = _default_value(field) if base is None else getattr(base, field.name)
         value = tyro.MISSING if value is dataclasses.MISSING else value
         within = None if value is tyro.MISSING else value
         if _is_part(hint):
-            value = filled(hint, given, prefix=prefix, base=within)
+            value = fill_config(hint, given, prefix=prefix, base=within)
         elif _is_block(hint) and any(option.startswith(f"{name}.") for option in given):
-            value = filled(hint, given, prefix=f"{name}.", base=within)
+            value = fill_config(hint, given, prefix=f"{name}.", base=within)
         object.__setattr__(instance, field.name, value if _is_part(hint) else given.get(name, value))
     return instance
 
@@ -251,7 +251,7 @@ def adapter_of(hint: Any) -> Any:
     return TypeAdapter(hint)
 
 
-def _default(field: Any) -> Any:
+def _default_value(field: Any) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 

@@ -179,7 +179,7 @@ class RunFile:
         blocks = {name: first for kind in kinds for name, first in blocks_of(kind).items()}
         given: dict[str, Any] = {}
         lines: dict[str, int] = {}
-        for name, line, node in self._entries(self.root, "", leaves, blocks):
+        for name, line, node in self._find_entries(self.root, "", leaves, blocks):
             if name in given:
                 raise ConfigError(f"{self.path}:{line}: {name} is given twice, first in line {lines[name]}; keep one")
             lines[name] = line
@@ -191,7 +191,7 @@ class RunFile:
             given[name] = check_value(where, value, leaves[name])
         return given
 
-    def _entries(
+    def _find_entries(
         self, mapping: Any, prefix: str, leaves: Mapping[str, Any], blocks: Mapping[str, str]
     ) -> Iterator[tuple[str, int, Any]]:
         """(option, its line, the node of its value) of a mapping and of the blocks within it."""
@@ -201,7 +201,7 @@ class RunFile:
             if name == GRAPH:
                 continue
             if name in blocks and value.id == "mapping":
-                yield from self._entries(value, f"{name}.", leaves, blocks)
+                yield from self._find_entries(value, f"{name}.", leaves, blocks)
             elif (leaf := blocks.get(name, name)) in leaves:
                 yield leaf, line, value
             else:

@@ -212,14 +212,14 @@ def _download(name: HubName, choose: Choose, progress: Progress) -> Path:
         if all(file in here for file in wanted) and info.sha in (name.commit, cached_commit(name)):
             return directory
         require_room(name, missing)
-        progress(f"{name}: downloading {gigabytes(missing)} of commit {info.sha[:10]} to {repo_dir(name).parent}")
+        progress(f"{name}: downloading {gb_text(missing)} of commit {info.sha[:10]} to {repo_dir(name).parent}")
         if sys.stderr.isatty():
             return _download_files(name, info.sha, wanted)
         with _report_progress(name, missing, progress):
             return _download_files(name, info.sha, wanted, tqdm_class=_hidden_bar())
     except (ConfigError, _UnreachableError):
         raise
-    except failures() as error:
+    except hub_failures() as error:
         raise problem_of(error, name) from None
 
 
@@ -233,7 +233,7 @@ def _ask_for_files(name: HubName) -> Any:
         return HfApi().repo_info(name.repo, repo_type=name.kind, revision=revision, files_metadata=True)
     except GatedRepoError:
         raise
-    except failures() as error:
+    except hub_failures() as error:
         if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
             raise
         raise _UnreachableError(error) from None
@@ -271,7 +271,7 @@ def _report_progress(name: HubName, num_bytes: int, progress: Progress) -> Itera
 
     def report() -> None:
         while not ended.wait(TOLD_EVERY_S):
-            progress(f"{name}: {gigabytes(_bytes_in(blobs) - before)} of {gigabytes(num_bytes)}")
+            progress(f"{name}: {gb_text(_bytes_in(blobs) - before)} of {gb_text(num_bytes)}")
 
     thread = threading.Thread(target=report, name="download-progress", daemon=True)
     thread.start()
@@ -295,7 +295,7 @@ def _bytes_in(directory: Path) -> int:
 # What went wrong between this machine and the Hub, in one sentence with the remedy
 
 
-def failures() -> tuple[type[Exception], ...]:
+def hub_failures() -> tuple[type[Exception], ...]:
     """What huggingface_hub raises: OSError, the base class of its HTTP library's errors (whichever it uses), and
     ValueError."""
     from huggingface_hub.errors import HfHubHTTPError
@@ -303,7 +303,7 @@ def failures() -> tuple[type[Exception], ...]:
     return (*(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)), ValueError)
 
 
-def endpoint() -> str:
+def hub_url() -> str:
     """The Hub's address without a user's name and password."""
     from huggingface_hub import constants
 
@@ -315,7 +315,7 @@ def problem_of(error: Exception, name: HubName) -> ConfigError:
     """The message for an exception of huggingface_hub."""
     from huggingface_hub import errors
 
-    page = f"{endpoint()}/{'datasets/' if name.kind == 'dataset' else ''}{name.repo}"
+    page = f"{hub_url()}/{'datasets/' if name.kind == 'dataset' else ''}{name.repo}"
     if isinstance(error, errors.GatedRepoError):
         text = f"{name} is gated; ask for access at {page}, then {LOGIN}"
     elif isinstance(error, errors.RevisionNotFoundError):
@@ -323,7 +323,7 @@ def problem_of(error: Exception, name: HubName) -> ConfigError:
     elif isinstance(error, errors.RepositoryNotFoundError):
         here = "a model directory" if name.kind == "model" else "a file or directory"
         text = (
-            f"there is no {name.kind} {name.repo!r}: it is neither {here} on this machine nor public at {endpoint()}; "
+            f"there is no {name.kind} {name.repo!r}: it is neither {here} on this machine nor public at {hub_url()}; "
             f"correct the name or, if it is private, {LOGIN}"
         )
     elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
@@ -337,7 +337,7 @@ def problem_of(error: Exception, name: HubName) -> ConfigError:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         first_line = (str(cause).strip().splitlines() or [""])[0] or type(cause).__name__
         text = (
-            f"{name} is not on this machine, and the connection to {endpoint()} was lost ({first_line}); run it again: "
+            f"{name} is not on this machine, and the connection to {hub_url()} was lost ({first_line}); run it again: "
             "what has been downloaded is kept"
         )
     return ConfigError(text)
@@ -345,12 +345,12 @@ def problem_of(error: Exception, name: HubName) -> ConfigError:
 
 def _refusal(status: int, name: HubName, page: str) -> str:
     if status == 401:
-        return f"{name}: {endpoint()} does not accept this machine's token; {LOGIN} with a valid one"
+        return f"{name}: {hub_url()} does not accept this machine's token; {LOGIN} with a valid one"
     if status == 403:
         return f"{name}: the account of this machine's token may not read {page}; {LOGIN} of one that may"
     if status == 429:
-        return f"{name}: {endpoint()} has answered too many requests of this machine; wait some minutes, or {LOGIN}"
-    return f"{name}: {endpoint()} answered with status {status}; try again later: what has been downloaded is kept"
+        return f"{name}: {hub_url()} has answered too many requests of this machine; wait some minutes, or {LOGIN}"
+    return f"{name}: {hub_url()} answered with status {status}; try again later: what has been downloaded is kept"
 
 
 def require_room(name: HubName, num_bytes: int) -> None:
@@ -360,11 +360,11 @@ def require_room(name: HubName, num_bytes: int) -> None:
     free = shutil.disk_usage(there).free
     if free < num_bytes:
         raise ConfigError(
-            f"{name} needs {gigabytes(num_bytes)} in {home}, whose disk has {gigabytes(free)} left; make room, or set "
+            f"{name} needs {gb_text(num_bytes)} in {home}, whose disk has {gb_text(free)} left; make room, or set "
             "HF_HOME to a directory on a larger disk"
         )
 
 
-def gigabytes(num_bytes: int) -> str:
+def gb_text(num_bytes: int) -> str:
     """A size as text, in GB or MB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.hub import gigabytes
+from flowrl.hub import gb_text
 
 RESERVE_BYTES = 1 << 30
 """Bytes that must stay free on the cache's disk when a file is written."""
@@ -36,7 +36,7 @@ def told_if_full(what: str, directory: Path, otherwise: str) -> Iterator[None]:
         if not by_number and free >= LEFT_BYTES:
             raise
         raise FlowrlError(
-            f"{what} cannot be written to {directory}: its disk is full ({gigabytes(free)} free); {otherwise}"
+            f"{what} cannot be written to {directory}: its disk is full ({gb_text(free)} free); {otherwise}"
         ) from failure
 
 
@@ -58,7 +58,7 @@ class DiskRoom:
         self._checked = self.num_bytes + CHECKED_BYTES
         free = shutil.disk_usage(self._home).free
         if free < RESERVE_BYTES + CHECKED_BYTES:
-            raise self._describe_full(f"{gigabytes(free)} are free, of which {gigabytes(RESERVE_BYTES)} stay free")
+            raise self._describe_full(f"{gb_text(free)} are free, of which {gb_text(RESERVE_BYTES)} stay free")
 
     def describe_refused(self, problem: OSError) -> ConfigError:
         """The error of a file that cannot be written."""
@@ -72,7 +72,7 @@ class DiskRoom:
 
     def _describe_full(self, found: str) -> ConfigError:
         return ConfigError(
-            f"{self._what} cannot be kept in {self._home} after {gigabytes(self.num_bytes)} ({found}); name a "
+            f"{self._what} cannot be kept in {self._home} after {gb_text(self.num_bytes)} ({found}); name a "
             f"directory on a larger disk in FLOWRL_CACHE{self._otherwise}"
         )
 

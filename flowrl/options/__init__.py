@@ -51,8 +51,8 @@ from flowrl.options.sizes import (
     Size,
     TeacherSize,
     TrainerSize,
+    find_unused,
     too_low,
-    unused,
 )
 from flowrl.options.training_parts import (
     ANSWERING,
@@ -113,6 +113,7 @@ __all__ = [
     "add_evaluation",
     "add_offline_evaluation",
     "add_reference",
+    "find_unused",
     "make_batcher",
     "make_generator",
     "make_prompts",
@@ -122,6 +123,5 @@ __all__ = [
     "train_on_answers",
     "train_on_episodes",
     "train_on_groups",
-    "unused",
     "unused_settings",
 ]

@@ -26,7 +26,7 @@ from flowrl.options.graph_config import ConfigPart, DataOptions, GeneratorOption
 from flowrl.options.loss_parts import GroupOptions, NormalisationOptions, RewardKLLoss
 from flowrl.options.online import StepOptions, add_reference, train_on_groups
 from flowrl.options.reward_parts import ShapingOptions, TimedReward
-from flowrl.options.sizes import too_low, unused
+from flowrl.options.sizes import find_unused, too_low
 from flowrl.options.training_parts import EvaluationOptions, TrainerOptions
 from flowrl.training.advantages import Credit, Estimate
 
@@ -125,9 +125,9 @@ class EpisodeOptions(ConfigPart):
             yield "--reward-timeout-s is for reward functions, and an episode's environment has --limits; leave it out"
         if self.advantage == "max_rl":
             why = "--advantage max_rl divides by a mean reward, and this makes rewards negative; leave it out"
-            yield from unused(cfg, ("negate_rewards",), why)
+            yield from find_unused(cfg, ("negate_rewards",), why)
         why = "an episode's first prompt is bounded as all of it is, by --limits.tokens; leave this out"
-        yield from unused(cfg, ("evaluate_max_prompt_tokens",), why)
+        yield from find_unused(cfg, ("evaluate_max_prompt_tokens",), why)
 
     @property
     def bounds(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class EnvironmentOptions(EpisodeOptions):
         if task.template:
             yield f"--task.template is {task.template!r}, but an environment words its questions; leave it out"
         why = "held-out episodes are those of the environment; name sets of questions with --evaluate-task"
-        yield from unused(cfg, ("evaluate_also",), why)
+        yield from find_unused(cfg, ("evaluate_also",), why)
 
     def build(self, cfg: GraphConfig, environment: str) -> Environment:
         """The node that plays the environment of that name."""

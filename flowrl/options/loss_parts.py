@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flowrl.nodes import AdaptiveKL, Curriculum, DynamicSampling
 from flowrl.options.graph_config import ConfigPart, GraphConfig
 from flowrl.options.reward_parts import RewardOptions
-from flowrl.options.sizes import ReferenceSize, unused
+from flowrl.options.sizes import ReferenceSize, find_unused
 from flowrl.options.training_parts import TrainerOptions
 from flowrl.training.advantages import WHITENED_ESTIMATORS, Estimate, KlEstimator
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -87,18 +87,18 @@ class PolicyLoss(ConfigPart):
         yield from super().problems_within(cfg)
         if self.objective.correction is None:
             names = ("objective.correction_range", "objective.correction_level")
-            yield from unused(cfg, names, "there is no --objective.correction; leave this out")
+            yield from find_unused(cfg, names, "there is no --objective.correction; leave this out")
         elif self.objective.correction != "tis":
             why = f"--objective.correction is {self.objective.correction}, and only tis has it; leave this out"
-            yield from unused(cfg, ("objective.correction_level",), why)
+            yield from find_unused(cfg, ("objective.correction_level",), why)
         if not self.kl_in_loss:
             why = "there is no KL in the loss; give --objective.kl-coef too"
-            yield from unused(cfg, ("objective.kl_estimator",), why)
+            yield from find_unused(cfg, ("objective.kl_estimator",), why)
         if self.compared_with(cfg) is None:
             why = "this run has no reference; give it a KL, as with --objective.kl-coef 0.01"
             if self.kl_in_loss:
                 why = "a trainer of adapters has the reference in itself; leave it out"
-            yield from unused(cfg, ("reference",), why)
+            yield from find_unused(cfg, ("reference",), why)
 
     @property
     def kl_in_loss(self) -> float:
@@ -146,7 +146,7 @@ class RewardKLLoss(PolicyLoss):
         yield from super().problems_within(cfg)
         if not self.reward_kl_coef:
             why = "there is no KL in the reward; give --reward-kl-coef too"
-            yield from unused(cfg, ("reward_kl", "kl_before_baseline", "kl_target"), why)
+            yield from find_unused(cfg, ("reward_kl", "kl_before_baseline", "kl_target"), why)
 
     @property
     def kl_in_reward(self) -> float:

@@ -10,7 +10,7 @@ from flowrl.models import Policy
 from flowrl.nodes import Overlong, ProcessReward, Reward, RewardModel, Shaping
 from flowrl.nodes.scoring.reward_model import OfSteps
 from flowrl.options.graph_config import ConfigPart, GraphConfig
-from flowrl.options.sizes import RewardModelSize, too_low, unused
+from flowrl.options.sizes import RewardModelSize, find_unused, too_low
 from flowrl.tasks import Task, parts_of
 from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.rewards import is_sum, names_model
@@ -81,13 +81,13 @@ class RewardOptions(TimedReward):
             yield "--reward-concurrency is for reward functions and servers, and --reward-model scores; leave one out"
         if model and not names_model(task.reward) and not cfg.asks_functions:
             why = "--reward-model scores, and no reward function or server is asked; leave this out"
-            yield from unused(cfg, ("reward_timeout_s", "reward_away_s"), why)
+            yield from find_unused(cfg, ("reward_timeout_s", "reward_away_s"), why)
         if self.step_separator:
             why = "a process reward model's scores of steps are not normalised; leave this out"
-            yield from unused(cfg, ("reward_model.normalise",), why)
+            yield from find_unused(cfg, ("reward_model.normalise",), why)
         else:
             why = "responses are scored as a whole; give --step-separator and the --reward-model of steps too"
-            yield from unused(cfg, ("of_steps",), why)
+            yield from find_unused(cfg, ("of_steps",), why)
         if names_model(task.reward) and not model:
             yield f"--task.reward {task.reward!r} names reward_model; name its directory with --reward-model"
 
@@ -170,7 +170,7 @@ class ResponseShaping(ShapingOptions):
         yield from super().problems_within(cfg)
         if not self.overlong_buffer:
             why = "there is no penalty on long responses; give --overlong-buffer too"
-            yield from unused(cfg, ("overlong_factor",), why)
+            yield from find_unused(cfg, ("overlong_factor",), why)
 
     def overlong(self, max_tokens: int) -> Overlong | None:
         """The penalty on responses that are almost as long as `max_tokens`; None: there is none."""

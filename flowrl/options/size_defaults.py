@@ -69,7 +69,7 @@ class SizeDefaults:
     others: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Option -> why, for options with another reason than `why`."""
 
-    def origin(self, name: str) -> str:
+    def origin_of(self, name: str) -> str:
         """Where the value of an option comes from."""
         return self.others.get(name, self.why)
 
@@ -96,7 +96,7 @@ def size_defaults(
         size = model_size(policy)
         least = MICRO_BATCH if slow_bfloat16 is None else 0
         row = row_for(size.parameters)
-        found, why = dict(_values(row, learning, given, model_context(policy), fields, least)), str(size)
+        found, why = dict(_size_values(row, learning, given, model_context(policy), fields, least)), str(size)
         if least == 0 and TOKEN_BUDGET in found:
             found[TOKEN_BUDGET] = resumed.get(TOKEN_BUDGET, found[TOKEN_BUDGET])
             others[TOKEN_BUDGET] = RESUMED if TOKEN_BUDGET in resumed else f"default for {why} on a CPU"
@@ -104,15 +104,15 @@ def size_defaults(
         found["dtype"], others["dtype"] = resumed["dtype"], RESUMED
     elif slow_bfloat16 and "dtype" in found:
         found["dtype"], others["dtype"] = "float32", f"default for {why} on a CPU that is slow in bfloat16"
-    if "engine" in fields and _answers(learning, given, fields):
+    if "engine" in fields and _answers_prompts(learning, given, fields):
         trained = given.get("dtype", found.get("dtype", fields["dtype"].default)) if "dtype" in fields else None
-        if (sampled := _sampled(trained, given, slow_bfloat16, resumed)) is not None:
+        if (sampled := _sampled_dtype(trained, given, slow_bfloat16, resumed)) is not None:
             found[ENGINE_DTYPE], others[ENGINE_DTYPE] = sampled
     wanted = {name: value for name, value in found.items() if name not in given and _is_ours(kind, name)}
     return SizeDefaults(wanted, f"default for {why}" if why else "", others)
 
 
-def _sampled(
+def _sampled_dtype(
     trained: str | None, given: Mapping[str, Any], slow_bfloat16: bool | None, resumed: Mapping[str, Any]
 ) -> tuple[str, str] | None:
     """(the engine's dtype, why) beside a trainer in the dtype `trained`, None without a trainer; None: vLLM's choice.
@@ -129,7 +129,7 @@ def _sampled(
     return None if trained is None else (trained, "the trainer's, on a CPU")
 
 
-def _values(
+def _size_values(
     row: SizeRow,
     learning: Learning,
     given: Mapping[str, Any],
@@ -152,9 +152,9 @@ def _values(
     elif learning == "samples":
         if getattr(fields.get("max_prompt_tokens"), "default", None) is not None:
             yield "max_prompt_tokens", prompt
-        longest = _number(given, "max_tokens", response) + _number(given, "max_prompt_tokens", prompt)
+        longest = _number_given(given, "max_tokens", response) + _number_given(given, "max_prompt_tokens", prompt)
         yield TOKEN_BUDGET, max(micro_batch, longest)
-    answers = _answers(learning, given, fields)
+    answers = _answers_prompts(learning, given, fields)
     if learning == "rows":
         if answers:
             yield "answer_tokens", response
@@ -163,7 +163,7 @@ def _values(
         yield "max_tokens", response
     yield "max_length", response + prompt
     if getattr(fields.get("overlong_buffer"), "default", 0):
-        yield "overlong_buffer", _number(given, "max_tokens", response) // 8
+        yield "overlong_buffer", _number_given(given, "max_tokens", response) // 8
     if "groups_per_step" in fields:
         yield "group_size", GROUP_SIZE
         yield "groups_per_step", row.groups
@@ -171,14 +171,14 @@ def _values(
         yield "evaluate", EVALUATED
 
 
-def _answers(learning: Learning | None, given: Mapping[str, Any], fields: Mapping[str, ConfigOption]) -> bool:
+def _answers_prompts(learning: Learning | None, given: Mapping[str, Any], fields: Mapping[str, ConfigOption]) -> bool:
     """Whether the model answers prompts in a run: to train on its samples, or to be evaluated."""
-    sampled = learning == "samples" and _number(given, "lmbda", 1) != 0
-    evaluated = _number(given, "evaluate", getattr(fields.get("evaluate"), "default", 0)) != 0
+    sampled = learning == "samples" and _number_given(given, "lmbda", 1) != 0
+    evaluated = _number_given(given, "evaluate", getattr(fields.get("evaluate"), "default", 0)) != 0
     return sampled or evaluated or "evaluate_task" in given
 
 
-def _number(given: Mapping[str, Any], name: str, default: int) -> int:
+def _number_given(given: Mapping[str, Any], name: str, default: int) -> int:
     """An option's value as the user has set it. A value that is no number is reported where options are read."""
     try:
         return int(str(given[name])) if name in given else default
@@ -195,12 +195,12 @@ def _is_ours(kind: type[Any], name: str) -> bool:
     if one is None:
         return False
     if one.home is kind:
-        return _is_of_flowrl(_declaring(kind, one.path[0]))
-    own = one.default == options_of(one.home)[one.name].default and _is_of_flowrl(_declaring(one.home, one.path[-1]))
-    return own or _is_of_flowrl(_declaring(kind, one.path[0]))
+        return _is_of_flowrl(_declared_in(kind, one.path[0]))
+    own = one.default == options_of(one.home)[one.name].default and _is_of_flowrl(_declared_in(one.home, one.path[-1]))
+    return own or _is_of_flowrl(_declared_in(kind, one.path[0]))
 
 
-def _declaring(kind: type[Any], field: str) -> type[Any]:
+def _declared_in(kind: type[Any], field: str) -> type[Any]:
     """The nearest class that declares the field."""
     return next(base for base in kind.__mro__ if field in get_annotations(base))
 

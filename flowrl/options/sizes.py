@@ -21,7 +21,7 @@ def too_low(options: object, **least: float) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} is {value}; it has to be {low} or more"
 
 
-def unused(cfg: object, names: Iterable[str], why: str) -> Iterator[str]:
+def find_unused(cfg: object, names: Iterable[str], why: str) -> Iterator[str]:
     """A sentence if any of these options of a configuration, which nothing uses now, differs from its default.
 
     A name is that of an option (`engine.dtype`), or that of a block, which means all of its options.
@@ -29,17 +29,17 @@ def unused(cfg: object, names: Iterable[str], why: str) -> Iterator[str]:
     options, given = options_of(type(cfg)), list[str]()
     for name in names:
         one = options[name.partition(".")[0]]
-        changed = _changed(one.name, one.value_in(cfg), one.default)
+        changed = _changed_options(one.name, one.value_in(cfg), one.default)
         given += [f"--{found.replace('_', '-')}" for found in changed if f"{found}.".startswith(f"{name}.")]
     if given:
         yield f"{' and '.join(filter(None, (', '.join(given[:-1]), given[-1])))}: {why}"
 
 
-def _changed(name: str, value: Any, default: Any) -> Iterator[str]:
+def _changed_options(name: str, value: Any, default: Any) -> Iterator[str]:
     """The name of the option, or of each option in a block, whose value is not the default."""
     if is_dataclass(value):
         for one in fields(value):
-            yield from _changed(f"{name}.{one.name}", getattr(value, one.name), getattr(default, one.name))
+            yield from _changed_options(f"{name}.{one.name}", getattr(value, one.name), getattr(default, one.name))
     elif value != default:
         yield name
 

@@ -29,7 +29,7 @@ from flowrl.nodes import (
 )
 from flowrl.options.graph_config import ConfigPart, DataOptions, GeneratorOptions, GraphConfig, SamplingOptions
 from flowrl.options.reward_parts import TimedReward
-from flowrl.options.sizes import ScoringSize, TrainerSize, too_low, unused
+from flowrl.options.sizes import ScoringSize, TrainerSize, find_unused, too_low
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
@@ -76,7 +76,7 @@ class TrainerOptions(ConfigPart):
         yield from super().problems_within(cfg)
         yield from unused_settings(cfg, "zero", "schedule")
         if not self.lora.rank:
-            yield from unused(cfg, ("lora",), "all weights are trained; give --lora.rank too")
+            yield from find_unused(cfg, ("lora",), "all weights are trained; give --lora.rank too")
 
     def layout(self, policy: Policy) -> Layout:
         """How batches are packed: as trees only if the trainer can compute trees."""
@@ -114,10 +114,12 @@ def unused_settings(cfg: GraphConfig, zero: str, schedule: str) -> Iterator[str]
     optimizer: str = value_of(cfg, zero).optimizer
     theirs = {"muon": (f"{zero}.momentum", f"{zero}.muon_lr_factor"), "adamw": (f"{zero}.betas", f"{zero}.eps")}
     for name in {"adamw": ("muon",), "sgd": ("muon", "adamw")}.get(optimizer, ()):
-        yield from unused(cfg, theirs[name], f"{optimizer} has no such setting, only {name} has it; leave this out")
+        yield from find_unused(
+            cfg, theirs[name], f"{optimizer} has no such setting, only {name} has it; leave this out"
+        )
     if value_of(cfg, schedule).decay == "constant":
         why = f"the rate does not fall; give --{schedule.replace('_', '-')}.decay too"
-        yield from unused(cfg, (f"{schedule}.floor",), why)
+        yield from find_unused(cfg, (f"{schedule}.floor",), why)
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class PreferenceData(DataOptions):
     def problems_within(self, cfg: GraphConfig) -> Iterator[str]:
         yield from super().problems_within(cfg)
         if not self.held_out:
-            yield from unused(cfg, ("judge_every",), "there is nothing to measure on, for --held-out is 0")
+            yield from find_unused(cfg, ("judge_every",), "there is nothing to measure on, for --held-out is 0")
 
     def build(self, policy: Policy, rows: str, kind: Literal["pairs", "labelled"] = "pairs") -> Preferences:
         """The preferences in `rows`, a file or dataset; if `rows` is empty, the task's own."""
@@ -230,7 +232,7 @@ class EvaluationOptions(ConfigPart):
             yield f"--evaluate-task has two sets named {twice[0]}; give one another name, as in other=FILE"
         if not self.evaluates:
             why = "nothing is evaluated, for --evaluate is 0; leave this out, or ask held-out prompts: --evaluate 256"
-            yield from unused(cfg, cfg.of_evaluations, why)
+            yield from find_unused(cfg, cfg.of_evaluations, why)
         elif self.evaluate_also and not self.evaluate:
             yield "--evaluate-also asks --evaluate held-out rows of each task, and --evaluate is 0; give a number"
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.training.gain import Gain
 from benchmarks.training.seeds import JOBS, Learnt, command, table
-from flowrl.commands.prepare import prepare
+from flowrl.commands.prepare import prepare_graph
 from flowrl.commands.run_graph import RunFileOptions
 from flowrl.runtime.driver.job import RunOptions
 
@@ -14,7 +14,7 @@ from flowrl.runtime.driver.job import RunOptions
 @pytest.mark.parametrize("job", JOBS)
 def test_every_job_is_a_command_that_flowrl_takes(job: str) -> None:
     name, *arguments = command(job, 3)
-    prepared = prepare(name, (RunOptions, RunFileOptions), arguments)
+    prepared = prepare_graph(name, (RunOptions, RunFileOptions), arguments)
     assert prepared.own[0].seed == 3
     assert prepared.cfg.evaluation.evaluate > 0
 

@@ -394,7 +394,7 @@ def test_a_merge_that_fails_while_it_writes_can_be_run_again(
             (target / "model.safetensors").write_text("half")
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(merge_module, "_merged", lambda *args, **options: Merged())
+    monkeypatch.setattr(merge_module, "_merge_weights", lambda *args, **options: Merged())
     with pytest.raises(KeyboardInterrupt):
         merge_module.write_merged(tmp_path, policy, tmp_path / "out", "auto")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy"]
@@ -522,7 +522,7 @@ def test_a_reply_ends_at_every_end_that_the_model_names(talker: Path, monkeypatc
 
 def replied(talker: Path, **options: Any) -> str:
     told = ChatOptions(temperature=0, max_tokens=4, **options)
-    return "".join(Talk(told.model(str(talker)), told).reply("w1"))
+    return "".join(Talk(told.make_policy(str(talker)), told).stream_reply("w1"))
 
 
 def test_a_chat_has_the_tokenizer_and_template_of_its_options(

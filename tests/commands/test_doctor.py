@@ -18,7 +18,7 @@ from flowrl import Cluster, Machine
 from flowrl.cli import main
 from flowrl.commands import machine_findings
 from flowrl.commands.finding import Finding, as_text
-from flowrl.commands.machine_findings import Echo, measure
+from flowrl.commands.machine_findings import Echo, measure_link
 from flowrl.errors import ConfigError
 from flowrl.runtime.driver.ray_cluster import compare_versions, probe
 from flowrl.wire.connection import CurveKeys
@@ -52,7 +52,7 @@ def test_a_cpu_that_is_slow_in_bfloat16_is_told_where_there_is_no_gpu(
 ) -> None:
     monkeypatch.setattr(machine_findings, "gpu_names", lambda: gpus)
     monkeypatch.setattr(machine_findings, "is_slow_in_bfloat16", lambda: slow)
-    assert [found.status for found in machine_findings.products()] == ["warning"] * warned
+    assert [found.status for found in machine_findings.find_slow_cpu()] == ["warning"] * warned
 
 
 def test_a_finding_that_is_not_fine_needs_a_remedy() -> None:
@@ -75,12 +75,12 @@ def another_flowrl(name: str) -> Any:
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Finding], str]] = {
     "old driver": (
         lambda patch: patch.setattr(machine_findings, "_driver", lambda: "550.54.15"),
-        lambda: next(f for f in machine_findings.devices() if f.name == "driver"),
+        lambda: next(f for f in machine_findings.find_devices() if f.name == "driver"),
         "install an NVIDIA driver of version 580 or newer",
     ),
     "cpu build of torch": (
         lambda patch: patch.setattr(machine_findings, "_driver", lambda: "580.65.06"),
-        lambda: next(f for f in machine_findings.devices() if f.name == "gpus"),
+        lambda: next(f for f in machine_findings.find_devices() if f.name == "gpus"),
         "install the GPU packages",
     ),
     "small /dev/shm": (
@@ -92,27 +92,27 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Findi
     ),
     "no compiler": (
         lambda patch: patch.setattr(machine_findings.shutil, "which", lambda name: None),
-        lambda: next(iter(machine_findings.compilers())),
+        lambda: next(iter(machine_findings.find_compilers())),
         "apt-get install g++",
     ),
     "no Python.h": (
         lambda patch: patch.setattr("sysconfig.get_path", lambda name: "/nowhere"),
-        lambda: list(machine_findings.compilers())[1],
+        lambda: list(machine_findings.find_compilers())[1],
         "on Debian: apt-get install",
     ),
     "other packages": (
         lambda patch: patch.setattr(machine_findings, "requires", lambda name: ["pyzmq<1", "no-such-package"]),
-        machine_findings.packages,
+        machine_findings.find_packages,
         "make setup",
     ),
     "not installed": (
         lambda patch: patch.setattr(machine_findings, "requires", requires_nothing_known),
-        machine_findings.packages,
+        machine_findings.find_packages,
         "pip install -e .",
     ),
     "another flowrl": (
         lambda patch: patch.setattr(machine_findings, "distribution", another_flowrl),
-        machine_findings.packages,
+        machine_findings.find_packages,
         "pip uninstall flowrl",
     ),
     "no vLLM": (
@@ -152,11 +152,11 @@ def test_a_failed_line_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_stranger_gets_no_answer() -> None:
     with Echo(CurveKeys.new(), "127.0.0.1") as echo:
-        seconds, rate = measure(echo.url, echo.keys, num_bytes=16 * MIB)
+        seconds, rate = measure_link(echo.url, echo.keys, num_bytes=16 * MIB)
         assert seconds > 0 and rate > 0
         stranger: Any = SimpleNamespace(public=CurveKeys.new().public, secret=CurveKeys.new().secret)
         with pytest.raises(ConfigError, match=r"does not answer within 0\.3 s"):
-            measure(echo.url, stranger, within_s=0.3)
+            measure_link(echo.url, stranger, within_s=0.3)
 
 
 def test_machines_of_a_cluster_are_compared_with_the_driver_by_name() -> None:

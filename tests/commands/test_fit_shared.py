@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.training.memory_table import CLUSTERS, MODELS, SHAPES, USUAL, _processes
-from flowrl.commands.fit import Overrides, Variations, changed_config, fitting, option_text
+from flowrl.commands.fit import Overrides, Variations, changed_config, find_fitting, option_text
 from flowrl.graph.analysis.check import check
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB, Cluster
@@ -28,7 +28,7 @@ def variations(policy: str, *options: str, cluster: str = EIGHT, graph: str = "g
 
 
 def proposed(given: Variations) -> str:
-    found = fitting(given.file, given.cfg, given.cluster)
+    found = find_fitting(given.file, given.cfg, given.cluster)
     assert found is not None
     assert check(given.file.build(changed_config(given.cfg, found)), given.cluster).ok
     return option_text(found)
@@ -72,7 +72,7 @@ def test_ranks_divide_matrices_where_attention_cannot_divide_positions() -> None
 def test_smaller_micro_batches_come_before_ranks_that_share_them() -> None:
     given = variations(SEVEN, "--lora.rank", "16", "--token-budget", "65536", cluster="1 x 2 x 24GB")
     assert proposed(given) == f"{CHECKPOINTED} --token-budget 8192"
-    least = [way["token_budget"] for way in given._budgets][-1]
+    least = [way["token_budget"] for way in given._smaller_budgets][-1]
     assert least == 2048 >= 2 * 544, "a preference pair of the longest samples stays in one micro-batch"
 
 
@@ -103,20 +103,20 @@ def test_only_sizes_that_the_checks_let_through(
 ) -> None:
     given = variations(policy, *options)
     for name, sizes in (("sequence", sequence), ("tensor", tensor)):
-        tried = [way for way in given._shared if f"trainer.{name}_parallel_size" in way]
+        tried = [way for way in given._shared_ranks if f"trainer.{name}_parallel_size" in way]
         assert {way[f"trainer.{name}_parallel_size"] for way in tried} == sizes
         assert all(way["trainer.replicas"] % way[f"trainer.{name}_parallel_size"] == 0 for way in tried)
         assert all(given.cfg.trainer.size.replicas <= way["trainer.replicas"] <= 8 for way in tried)
 
 
 def test_ranks_that_share_a_micro_batch_are_on_one_machine() -> None:
-    sizes = {way["trainer.sequence_parallel_size"] for way in variations(SEVEN, cluster="4 x 2 x 80GB")._shared}
+    sizes = {way["trainer.sequence_parallel_size"] for way in variations(SEVEN, cluster="4 x 2 x 80GB")._shared_ranks}
     assert sizes == {2}
 
 
 def test_a_cluster_without_gpus_divides_nothing() -> None:
     given = variations(SEVEN, cluster="cpus=8 memory=64")
-    assert given._shared == [] and given._budgets == []
+    assert given._shared_ranks == [] and given._smaller_budgets == []
 
 
 def test_the_table_of_the_docs_is_what_the_checks_say() -> None:

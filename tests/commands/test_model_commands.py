@@ -38,7 +38,7 @@ def test_chat_names_input_of_another_encoding(errors: str, monkeypatch: pytest.M
     typed = io.TextIOWrapper(io.BytesIO("hello\ncafé\n".encode("latin-1")), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", typed)
     with pytest.raises(ConfigError, match="the input is not UTF-8; convert it first, as with iconv"):
-        list(talk._lines())
+        list(talk._read_lines())
 
 
 def test_an_interrupt_while_the_command_is_loaded_is_one_line(

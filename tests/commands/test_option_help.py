@@ -30,7 +30,7 @@ from flowrl.graph.option_help import (
     merge_groups,
     option_groups,
 )
-from flowrl.graph.option_types import blocks_of, filled, options_of
+from flowrl.graph.option_types import blocks_of, fill_config, options_of
 from flowrl.runtime.driver.job import RunOptions
 from tests.house.documents import ROOT
 
@@ -188,7 +188,7 @@ def test_the_help_of_a_small_configuration_is_whole() -> None:
 
 @pytest.mark.usefixtures("wide")
 def test_defaults_are_those_of_the_instance_that_is_given() -> None:
-    values = filled(Config, {"inner.size": 5, "lr": 2.0})
+    values = fill_config(Config, {"inner.size": 5, "lr": 2.0})
     options = {option.name: option.default for group in option_groups(Config, values) for option in group.options}
     assert (options["inner.size"], options["also.size"], options["lr"]) == (5, 7, 2.0)
     assert options["path"] is dataclasses.MISSING

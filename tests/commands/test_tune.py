@@ -20,18 +20,25 @@ from typing import Any
 import pytest
 
 from flowrl.cli import main
-from flowrl.commands.prepare import prepare
+from flowrl.commands.prepare import prepare_graph
 from flowrl.commands.run_graph import RunFileOptions
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.commands.tune import measuring_run, tune
 from flowrl.commands.tune.calibration import Calibration
 from flowrl.commands.tune.cost_model import StageWork, StepRest, predict_step
-from flowrl.commands.tune.measured_step import MeasuredStep, beside, busy_spans, measured_step, middle_of, spread
+from flowrl.commands.tune.measured_step import (
+    MeasuredStep,
+    busy_spans,
+    measured_step,
+    middle_of,
+    robust_spread,
+    time_beside,
+)
 from flowrl.commands.tune.measurements import Measurements, measurement_key
 from flowrl.commands.tune.measuring_run import RunTimedOut
 from flowrl.commands.tune.stage_times import StageSize
 from flowrl.commands.tune.tune import TuneOptions
-from flowrl.commands.tune.tune_report import TunedRow, chosen
+from flowrl.commands.tune.tune_report import TunedRow, choose_row
 from flowrl.commands.tune.tuned_placement import PlacedStage, TunedPlacement
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.load import load_file
@@ -65,7 +72,7 @@ class MadeUpRuns:
         if self.fails:
             (run_dir / "checkpoints").mkdir(parents=True)
             raise RunTimedOut("over") if self.fails == "time" else KeyboardInterrupt
-        given = RunFile.read(config).values(prepare("run", (), ["grpo"]).file.config_type)
+        given = RunFile.read(config).values(prepare_graph("run", (), ["grpo"]).file.config_type)
         self.configs.append(config.read_text())
         step_s, busy = self.step(given)
         replicas = {node: given[f"{node}.replicas"] for node in busy}
@@ -129,7 +136,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MadeUpRuns:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(tune, "run_graph", made_up)
-    monkeypatch.setattr(tune.Tuning, "_preflight", lambda self: None)
+    monkeypatch.setattr(tune.Tuning, "_run_preflight", lambda self: None)
     monkeypatch.setattr(Cluster, "here", staticmethod(lambda: Cluster.parse("1x cpus=2 memory=24")))
     return made_up
 
@@ -156,7 +163,7 @@ def test_the_fastest_is_chosen_and_its_run_file_reproduces_it(runs: MadeUpRuns, 
     assert [row for row in rows if row["chosen"]] == [best] and rows[0] is best
     assert best["placement"] == "generator 1 x 2 cores, trainer 1 x 2 cores, in turns, staleness 0"
     assert best["options"] == {"staleness": 0}, "a synchronous step has all cores in both halves by itself"
-    again = prepare("run", (RunOptions, RunFileOptions), ["--config", "runs/tune-grpo/chosen.yaml"])
+    again = prepare_graph("run", (RunOptions, RunFileOptions), ["--config", "runs/tune-grpo/chosen.yaml"])
     assert (again.cfg.trainer.lr, again.cfg.steps.staleness, again.cfg.evaluation.evaluate) == (3e-5, 0, 512)
     assert again.graph.time_shared == [("generator", "trainer")]
 
@@ -216,7 +223,7 @@ def test_a_run_file_is_taken_and_its_run_options_stay(runs: MadeUpRuns, capsys: 
     assert main(["tune", "--config", "mine.yaml", "--steps", str(STEPS), "--json", "--save-config", "best.yaml"]) == 0
     rows = rows_of(capsys.readouterr().out)
     assert all("staleness 0" in row["placement"] for row in rows), "what is given stays"
-    again = prepare("run", (RunOptions, RunFileOptions), ["--config", "best.yaml"])
+    again = prepare_graph("run", (RunOptions, RunFileOptions), ["--config", "best.yaml"])
     assert again.own[0].run_dir == Path("runs/mine") and not Path("runs/mine").exists()
     assert again.own[0].steps == 200 and again.own[0].stop.metric == "reward_mean" and again.cfg.trainer.lr == 2e-5
 
@@ -319,20 +326,20 @@ def test_a_measurement_is_of_one_graph_its_options_and_steps(tmp_path: Path) -> 
     others.add(measurement_key("verify", file, {"lr": 1.0}, steps=20))
     assert len(others - {key}) == 4
     kept = Measurements(tmp_path)
-    kept.add(key, step := MeasuredStep(1.5, 12, {"trainer": 1.0}, {"trainer": 0.1}, {"trainer": 0.5}, 2.0, 60.0))
-    assert Measurements(tmp_path).get(key) == step
-    assert Measurements(tmp_path, again=True).get(key) is None
+    kept.add_result(key, step := MeasuredStep(1.5, 12, {"trainer": 1.0}, {"trainer": 0.1}, {"trainer": 0.5}, 2.0, 60.0))
+    assert Measurements(tmp_path).find_result(key) == step
+    assert Measurements(tmp_path, again=True).find_result(key) is None
 
 
 def test_the_middle_of_the_steps() -> None:
     assert sorted(middle_of({1: 1.0, 2: 9.0, 3: 1.1, 4: 1.2, 5: 0.1})) == [1, 3, 4]
-    assert spread([1.0, 1.0, 1.0, 50.0]) < 10 and spread([1.0]) == 0.0
-    assert spread([0.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx(2 / 1.349)
+    assert robust_spread([1.0, 1.0, 1.0, 50.0]) < 10 and robust_spread([1.0]) == 0.0
+    assert robust_spread([0.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx(2 / 1.349)
 
 
 def test_work_beside_others() -> None:
     spans = {"g/0": [(0.0, 2.0)], "g/1": [(1.0, 3.0)], "t/0": [(2.5, 4.5)], "light/0": [(0.0, 9.0)]}
-    assert beside(spans, ["g", "t"]) == {"g": pytest.approx(0.5 / 4), "t": pytest.approx(0.25)}
+    assert time_beside(spans, ["g", "t"]) == {"g": pytest.approx(0.5 / 4), "t": pytest.approx(0.25)}
 
 
 @pytest.fixture(scope="module")
@@ -373,11 +380,11 @@ def test_contention_and_rest_are_what_the_measured_runs_say() -> None:
     alone = MeasuredStep(4.2, 10, {"g": 1.0, "t": 3.0}, {"g": 0.0, "t": 0.0})
     together = MeasuredStep(3.7, 10, {"g": 1.5, "t": 3.5}, {}, {"g": 1.0, "t": 1.5 / 3.5})
     found = Calibration(((SYNC, alone), (ASYNC, together)))
-    assert found.contention == {"g": pytest.approx(1.5), "t": pytest.approx(1.5)}
-    assert found.rests == {"sync": pytest.approx(0.2), "async": pytest.approx(0.2)}
+    assert found.core_contention == {"g": pytest.approx(1.5), "t": pytest.approx(1.5)}
+    assert found.rest_times == {"sync": pytest.approx(0.2), "async": pytest.approx(0.2)}
     works = [StageWork("g", 1.0, contention=1.5), StageWork("t", 3.0, contention=1.5)]
     by_hand = predict_step(works, ahead=1, rest=StepRest(sync_s=0.2, async_s=0.2))
-    assert found.predict(ASYNC) == by_hand and by_hand.step_s == pytest.approx(3.7)
+    assert found.predict_placement(ASYNC) == by_hand and by_hand.step_s == pytest.approx(3.7)
 
 
 def test_nothing_is_predicted_from_what_was_not_measured() -> None:
@@ -385,9 +392,9 @@ def test_nothing_is_predicted_from_what_was_not_measured() -> None:
     found = Calibration(((SYNC, alone),))
     alternating = TunedPlacement({}, tuple(PlacedStage(s.node, s.size, lease="g+t") for s in (G, T)))
     larger = TunedPlacement({}, (G, PlacedStage("t", StageSize(units=2))))
-    predicted = found.predict(SYNC)
+    predicted = found.predict_placement(SYNC)
     assert predicted is not None and predicted.step_s == pytest.approx(4.2)
-    assert [found.predict(one) for one in (ASYNC, alternating, larger)] == [None, None, None]
+    assert [found.predict_placement(one) for one in (ASYNC, alternating, larger)] == [None, None, None]
 
 
 def test_the_fastest_measured_one_wins_over_the_fastest_predicted() -> None:
@@ -398,10 +405,10 @@ def test_the_fastest_measured_one_wins_over_the_fastest_predicted() -> None:
 
     stale = TunedRow(ASYNC, predict_step([StageWork("t", 1.0)], ahead=0, rest=StepRest()), MeasuredStep(2.49, 10))
     rows = [row(1.0, 3.0), row(2.0, 2.5), row(2.2, None), stale]
-    assert chosen(rows) is rows[1] and rows[1].error == pytest.approx(-0.2)
-    assert chosen([rows[0], stale]) is stale
-    assert chosen([row(2.0, None), fast := row(1.0, None)]) is fast
-    assert chosen([TunedRow(SYNC, None)]) is None
+    assert choose_row(rows) is rows[1] and rows[1].prediction_error == pytest.approx(-0.2)
+    assert choose_row([rows[0], stale]) is stale
+    assert choose_row([row(2.0, None), fast := row(1.0, None)]) is fast
+    assert choose_row([TunedRow(SYNC, None)]) is None
 
 
 # The process of a run
@@ -417,7 +424,7 @@ def child(handler: str) -> list[str]:
 
 
 def test_a_run_is_ended_in_order_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring_run, "command", lambda *_: child("lambda *_: sys.exit(0)"))
+    monkeypatch.setattr(measuring_run, "run_command", lambda *_: child("lambda *_: sys.exit(0)"))
     began_s = time.monotonic()
     with pytest.raises(RunTimedOut, match=r"run had not ended after 0\.5 s"):
         measuring_run.run_graph(tmp_path / "c", tmp_path / "run", steps=1, limit_s=0.5)
@@ -429,14 +436,14 @@ def test_a_run_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(measuring_run, "ENDED_WITHIN_S", 0.1)
     process = subprocess.Popen(child("signal.SIG_IGN"), stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None and process.stdout.readline() == b"begun\n"
-    measuring_run.end(process)
+    measuring_run.end_process(process)
     assert process.returncode == -signal.SIGKILL
     process.stdout.close()
 
 
 def test_a_run_that_fails_tells_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(2)"]
-    monkeypatch.setattr(measuring_run, "command", lambda *_: told)
+    monkeypatch.setattr(measuring_run, "run_command", lambda *_: told)
     with pytest.raises(FlowrlError, match=r"status 2; the end of .*run\.log:\nout of memory"):
         measuring_run.run_graph(tmp_path / "c", tmp_path / "run", steps=1)
 
@@ -450,8 +457,8 @@ def test_sigterm_ends_the_run_under_way() -> None:
 
 def test_the_command_of_a_run_is_one_that_flowrl_takes(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("graph: grpo\n")
-    _, _, _, name, *args = measuring_run.command(tmp_path / "c.yaml", tmp_path / "run", 12)
-    (options, _) = prepare(name, (RunOptions, tune.TuneOptions), args).own
+    _, _, _, name, *args = measuring_run.run_command(tmp_path / "c.yaml", tmp_path / "run", 12)
+    (options, _) = prepare_graph(name, (RunOptions, tune.TuneOptions), args).own
     assert (options.steps, options.trace, options.keep_samples, options.save_minutes) == (12, "full", "off", 0.0)
 
 

@@ -13,7 +13,7 @@ from flowrl.commands.tune.cost_model import (
     predict_step,
     side_by_side,
 )
-from flowrl.commands.tune.stage_times import StageSize, StageTimes, amdahl
+from flowrl.commands.tune.stage_times import StageSize, StageTimes, amdahl_seconds
 from tests.commands.step_simulation import Pipeline, normal
 
 CORES = frozenset({(0, 0)}), frozenset({(0, 1)})
@@ -82,26 +82,34 @@ def test_in_turns_staleness_buys_nothing() -> None:
 def test_replicas_between_measured_ones(replicas: int, ahead: int) -> None:
     """A fixed part of 0.5 s, and 4 s that are divided: measured with 1 and 4 replicas."""
     times = StageTimes([(StageSize(count), 0.5 + 4 / count) for count in (1, 4)])
-    seconds = times.seconds(StageSize(replicas))
+    seconds = times.stage_seconds(StageSize(replicas))
     simulated = Pipeline(lambda: replicas * 0.5 + 4, lambda: 1.5, ahead, replicas=replicas).step_s(100)
     assert predict_step(pair(seconds, 1.5), ahead=ahead, rest=StepRest()).step_s == pytest.approx(simulated, rel=0.02)
 
 
 def test_cores_and_replicas_multiply() -> None:
     times = StageTimes([(StageSize(1, 1), 8.0), (StageSize(1, 4), 2.0), (StageSize(2, 4), 1.5)])
-    assert times.seconds(StageSize(1, 2)) == pytest.approx(4.0)
-    assert times.seconds(StageSize(2, 1)) == pytest.approx(8.0 * 0.75)
+    assert times.stage_seconds(StageSize(1, 2)) == pytest.approx(4.0)
+    assert times.stage_seconds(StageSize(2, 1)) == pytest.approx(8.0 * 0.75)
     once = StageTimes([(StageSize(1, 2), 1.0), (StageSize(2, 1), 1.0)])
-    assert once.covers(StageSize(2, 1)) and once.covers(StageSize(2, 2)) and not once.covers(StageSize(1, 1))
-    assert times.covers(StageSize(2, 3)) and not times.covers(StageSize(1, 8)) and not times.covers(StageSize(3, 1))
+    assert (
+        once.covers_size(StageSize(2, 1))
+        and once.covers_size(StageSize(2, 2))
+        and not once.covers_size(StageSize(1, 1))
+    )
+    assert (
+        times.covers_size(StageSize(2, 3))
+        and not times.covers_size(StageSize(1, 8))
+        and not times.covers_size(StageSize(3, 1))
+    )
 
 
 def test_amdahls_law_between_and_beyond() -> None:
-    assert amdahl({1: 5.0, 4: 2.0}, 2) == pytest.approx(3.0)  # 1 + 4 / cores
-    assert amdahl({1: 5.0, 4: 2.0}, 8) == pytest.approx(1.5)
-    assert amdahl({2: 3.0}, 8) == 3.0
-    assert amdahl({1: 2.0, 2: 3.0}, 4) == 3.0, "what got slower with cores is not predicted to get faster"
-    assert amdahl({1: 4.0, 2: 3.0, 4: 1.0}, 3) == pytest.approx(3.0 - 8 * (1 / 2 - 1 / 3))
+    assert amdahl_seconds({1: 5.0, 4: 2.0}, 2) == pytest.approx(3.0)  # 1 + 4 / cores
+    assert amdahl_seconds({1: 5.0, 4: 2.0}, 8) == pytest.approx(1.5)
+    assert amdahl_seconds({2: 3.0}, 8) == 3.0
+    assert amdahl_seconds({1: 2.0, 2: 3.0}, 4) == 3.0, "what got slower with cores is not predicted to get faster"
+    assert amdahl_seconds({1: 4.0, 2: 3.0, 4: 1.0}, 3) == pytest.approx(3.0 - 8 * (1 / 2 - 1 / 3))
 
 
 def test_three_lines_of_which_one_takes_turns() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from flowrl.commands.tune.calibration import Calibration, calibration_runs
 from flowrl.commands.tune.measured_step import MeasuredStep
-from flowrl.commands.tune.placements import placements
+from flowrl.commands.tune.placements import find_placements
 from flowrl.commands.tune.tune import TuneOptions
 from flowrl.commands.tune.tuned_graph import TunedGraph
 from flowrl.commands.tune.tuned_placement import TunedPlacement
@@ -32,11 +32,11 @@ def tuned(graph: str, cluster: str, *args: str, fixed: Sequence[str] = (), most:
 
 
 def words(found: Sequence[TunedPlacement]) -> list[str]:
-    return [placement.words for placement in found]
+    return [placement.in_words for placement in found]
 
 
 def test_two_cores() -> None:
-    assert words(placements(tuned("grpo", TWO))) == [
+    assert words(find_placements(tuned("grpo", TWO))) == [
         "generator 1 x 1 core, trainer 1 x 1 core, staleness 1",
         "generator 1 x 2 cores, trainer 1 x 2 cores, in turns, staleness 0",
         "generator 1 x 1 core, trainer 1 x 2 cores, shared cores, staleness 0",
@@ -49,41 +49,41 @@ def test_two_cores() -> None:
 
 
 def test_the_default_is_first_and_has_no_options() -> None:
-    default, *others = placements(tuned("grpo", TWO))
-    assert default.is_default and default.options == {} and default.text == "as it is"
+    default, *others = find_placements(tuned("grpo", TWO))
+    assert default.is_default and default.options == {} and default.as_options == "as it is"
     assert not any(placement.is_default for placement in others)
-    assert others[0].text == "--staleness 0", "a synchronous step has all cores in both halves by itself"
-    assert others[3].text == "--generator.cpus 1 --trainer.cpus 1 --staleness 0"
+    assert others[0].as_options == "--staleness 0", "a synchronous step has all cores in both halves by itself"
+    assert others[3].as_options == "--generator.cpus 1 --trainer.cpus 1 --staleness 0"
 
 
 @pytest.mark.parametrize("graph", ["grpo", "ppo", "dpo", "sft", "agent_tools"])
 @pytest.mark.parametrize("cluster", [TWO, "1x cpus=3 memory=64", "1 x 2 x H100"])
 def test_every_placement_passes_the_checks(graph: str, cluster: str) -> None:
     one = tuned(graph, cluster)
-    found = placements(one)
+    found = find_placements(one)
     assert found
     assert len({placement.identity for placement in found}) == len(found)
     for placement in found:
         changed = one.file.build(changed_config(one.cfg, placement.options))
-        assert check(changed, one.cluster).ok, placement.text
+        assert check(changed, one.cluster).ok, placement.as_options
 
 
 def test_no_placement_on_cores_uses_more_than_there_are_or_leaves_any() -> None:
-    for placement in placements(tuned("grpo", "1x cpus=7 memory=64"))[1:]:
+    for placement in find_placements(tuned("grpo", "1x cpus=7 memory=64"))[1:]:
         assert {core for stage in placement.stages for _, core in stage.cores} == set(range(7)) or (
             not {"trainer.cpus", "trainer.replicas"} & placement.options.keys()
-        ), placement.text
+        ), placement.as_options
 
 
 def test_models_beside_the_trainer_have_its_cores() -> None:
-    found = placements(tuned("grpo", "1x cpus=8 memory=64", "--reward-kl-coef", "0.1"))
+    found = find_placements(tuned("grpo", "1x cpus=8 memory=64", "--reward-kl-coef", "0.1"))
     sizes = {(p.options.get("trainer.cpus"), p.options.get("reference.cpus")) for p in found if p.num_lines == 2}
     assert (7.0, 7.0) in sizes
     assert all(one == other or one * 2 <= other for one, other in sizes if one and other)
 
 
 def test_in_turns_every_stage_has_all_cores() -> None:
-    found = placements(tuned("ppo", "1x cpus=4 memory=64"))
+    found = find_placements(tuned("ppo", "1x cpus=4 memory=64"))
     turns = [placement for placement in found if placement.num_lines == 1]
     assert turns and all(s.size.units * s.size.replicas == 4 for p in turns for s in p.stages)
     assert {placement.staleness for placement in turns} == {0}
@@ -91,23 +91,23 @@ def test_in_turns_every_stage_has_all_cores() -> None:
 
 def test_what_was_given_stays() -> None:
     one = tuned("grpo", TWO, "--staleness", "1", "--generator.cpus", "1", fixed=("staleness", "generator.cpus"))
-    assert words(placements(one)) == [
+    assert words(find_placements(one)) == [
         "generator 1 x 1 core, trainer 1 x 1 core, staleness 1",
         "generator 2 x 1 core, trainer 1 x 2 cores, in turns, staleness 1",
         "generator 2 x 1 core, trainer 2 x 1 core, in turns, staleness 1",
     ]
-    assert {placement.staleness for placement in placements(one, wide=True)} == {0, 1}
+    assert {placement.staleness for placement in find_placements(one, wide=True)} == {0, 1}
 
 
 def test_staleness_up_to_a_limit_and_look_ahead_where_there_is_room() -> None:
-    found = placements(tuned("grpo", TWO, "--groups-per-step", "4", most=2))
+    found = find_placements(tuned("grpo", TWO, "--groups-per-step", "4", most=2))
     apart = [p for p in found if p.num_lines == 2 and not p.shares_cores]
     assert sorted((p.staleness, p.look_ahead, p.ahead) for p in apart) == [(0, 1, 0), (1, 1, 1), (2, 1, 2), (2, 5, 1)]
     assert [p.window for p in apart if p.look_ahead > 1] == [True]
 
 
 def test_gpus_by_replicas_and_tensor_parallel_parts() -> None:
-    found = {placement.words for placement in placements(tuned("grpo", GPUS)) if placement.staleness == 0}
+    found = {placement.in_words for placement in find_placements(tuned("grpo", GPUS)) if placement.staleness == 0}
     assert found == {
         "generator 1 x 1 GPU, trainer 3 x 1 GPU, staleness 0",
         "generator 1 x 1 GPU, trainer 2 x 1 GPU, staleness 0",
@@ -128,17 +128,17 @@ def test_what_does_not_fit_a_card_is_left_out_or_saves_memory() -> None:
         "--staleness",
         "0",
     )
-    found = placements(tuned("grpo", "1 x 4 x 80GB", *seven, fixed=("staleness",)))
+    found = find_placements(tuned("grpo", "1 x 4 x 80GB", *seven, fixed=("staleness",)))
     assert found and all(p.options.get("zero.gradient_checkpointing") for p in found), words(found)
-    assert any("in turns" in p.words for p in found)
-    assert not any("trainer 1 x" in p.words and not p.options.get("zero.offload") for p in found), words(found)
-    assert placements(tuned("grpo", "1 x 1 x 24GB", *seven, fixed=("staleness",))) == []
+    assert any("in turns" in p.in_words for p in found)
+    assert not any("trainer 1 x" in p.in_words and not p.options.get("zero.offload") for p in found), words(found)
+    assert find_placements(tuned("grpo", "1 x 1 x 24GB", *seven, fixed=("staleness",))) == []
 
 
 def test_threads_follow_the_cores() -> None:
     """Half a core is a thread; one and a half are two, of which one shares its core."""
     one = tuned("grpo", TWO, "--generator.cpus", "0.5", "--trainer.cpus", "1.5")
-    hosts = {host.name: host for host in check(one.whole, one.cluster).plan.hosts}
+    hosts = {host.name: host for host in check(one.whole_graph, one.cluster).plan.hosts}
     threads = {
         name: process_environment(ProcessSlot(name, host.cpus, 0, host.cores))["OMP_NUM_THREADS"]
         for name, host in hosts.items()
@@ -148,19 +148,19 @@ def test_threads_follow_the_cores() -> None:
 
 
 def test_graphs_without_a_generator_have_ranks() -> None:
-    assert words(placements(tuned("sft", "1x cpus=4 memory=24")))[1:] == [
+    assert words(find_placements(tuned("sft", "1x cpus=4 memory=24")))[1:] == [
         "trainer 1 x 4 cores",
         "trainer 2 x 2 cores",
         "trainer 4 x 1 core",
     ]
-    evaluated = placements(tuned("sft", "1x cpus=3 memory=24", "--evaluate", "8"))
+    evaluated = find_placements(tuned("sft", "1x cpus=3 memory=24", "--evaluate", "8"))
     assert words(evaluated)[1:] == ["trainer 1 x 2 cores", "trainer 2 x 1 core"], "its generator keeps a core"
-    on_gpus = placements(tuned("dpo", GPUS, "--evaluate", "0"))
+    on_gpus = find_placements(tuned("dpo", GPUS, "--evaluate", "0"))
     assert [placement.options.get("trainer.replicas") for placement in on_gpus] == [None, 2, 4]
 
 
 def test_a_graph_without_roles_in_its_options_has_staleness_and_turns() -> None:
-    assert words(placements(tuned("benchmarks/runs/stages.py", TWO, most=2))) == [
+    assert words(find_placements(tuned("benchmarks/runs/stages.py", TWO, most=2))) == [
         "generator 1 x 1 core, trainer 1 x 1 core, shared cores, staleness 1",
         "generator 1 x 1 core, trainer 1 x 1 core, shared cores, staleness 0",
         "generator 1 x 1 core, trainer 1 x 1 core, shared cores, staleness 2",
@@ -182,10 +182,10 @@ def test_every_graph_that_trains_has_placements_and_runs(graph: str) -> None:
     except ConfigError:
         assert graph in ("evaluate", "generate", "pairs", "score")
         return
-    found, runs = placements(one), calibration_runs(placements(one, wide=True))
+    found, runs = find_placements(one), calibration_runs(find_placements(one, wide=True))
     assert found[0].is_default and runs
     measured = Calibration(tuple((run, made_up(run)) for run in runs))
-    assert all(measured.predict(placement) is not None for placement in found), words(found)
+    assert all(measured.predict_placement(placement) is not None for placement in found), words(found)
 
 
 def made_up(placement: TunedPlacement) -> MeasuredStep:
@@ -195,7 +195,7 @@ def made_up(placement: TunedPlacement) -> MeasuredStep:
 
 def test_what_is_measured_tells_every_size() -> None:
     for cluster, most in ((TWO, 5), ("1x cpus=6 memory=64", 7), (GPUS, 6)):
-        wide = placements(tuned("grpo", cluster), wide=True)
+        wide = find_placements(tuned("grpo", cluster), wide=True)
         runs = calibration_runs(wide)
         assert len(runs) <= most
         assert {(one.num_lines, bool(one.ahead)) for one in runs} == {(2, False), (2, True), (1, False)}

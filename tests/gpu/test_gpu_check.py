@@ -21,7 +21,7 @@ from flowrl.cli import main
 from flowrl.commands.gpu_check import gpu_check as command
 from flowrl.commands.gpu_check.bench import Bench, StageFailed
 from flowrl.commands.gpu_check.fp8_stage import METHODS
-from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, examined, gpu_check
+from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, examine_machine, gpu_check
 from flowrl.commands.gpu_check.stage_list import LONGEST_S, STAGES, CheckStage
 from flowrl.errors import ConfigError
 from flowrl.machine.orphans import has_ended
@@ -193,9 +193,9 @@ def test_a_machine_is_known_by_its_gpus_and_packages(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     properties = SimpleNamespace(name="H200", total_memory=140 << 30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(command, "_driver", lambda: "580.1")
-    machine = examined("auto")
-    assert machine.gpus == ("H200 140 GiB",) * 2 and machine.title.startswith(
+    monkeypatch.setattr(command, "_driver_version", lambda: "580.1")
+    machine = examine_machine("auto")
+    assert machine.gpus == ("H200 140 GiB",) * 2 and machine.describe_machine.startswith(
         "2 × H200 140 GiB, driver 580.1; flowrl-engine "
     )
     only = command.run_stage(stage("fine", least_gpus=3), machine, Path("unused"))

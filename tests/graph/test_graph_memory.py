@@ -9,7 +9,7 @@ import pytest
 
 from flowrl import Graph, check
 from flowrl.cli import main
-from flowrl.commands.fit import fitting, option_text
+from flowrl.commands.fit import find_fitting, option_text
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import Report
 from flowrl.graph.load import load_file
@@ -177,7 +177,7 @@ def test_a_policy_that_is_a_config_alone_is_checked_and_not_run(capsys: pytest.C
 def test_options_are_proposed_that_fit(cluster: str, policy: str, expected: str) -> None:
     file, where = load_file("grpo"), Cluster.parse(cluster)
     cfg = file.parse(["--policy", policy, "--trainer.gpus", "1"])
-    found = fitting(file, cfg, where)
+    found = find_fitting(file, cfg, where)
     assert found is not None and option_text(found).startswith(expected)
     assert check(file.build(changed_config(cfg, found)), where).ok
     again = file.parse(["--policy", policy, "--trainer.gpus", "1", *option_text(found).split()])

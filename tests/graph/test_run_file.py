@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from flowrl.cli import main
-from flowrl.commands.prepare import prepare
+from flowrl.commands.prepare import prepare_graph
 from flowrl.commands.run_graph import RunFileOptions
 from flowrl.errors import ConfigError
 from flowrl.graph.load import dump_options, load_file, shipped_names
-from flowrl.graph.option_types import filled, leaves_of
+from flowrl.graph.option_types import fill_config, leaves_of
 from flowrl.graph.run_file import RunFile, parse_yaml, plain_data, run_file_text, write_run_file
 from flowrl.runtime.driver.job import RunOptions
 
@@ -113,7 +113,7 @@ def test_every_option_of_every_graph_is_read_as_it_was_written(name: str, tmp_pa
 def test_the_defaults_of_every_graph_come_back_as_the_same_object(name: str, tmp_path: Path) -> None:
     default = KINDS[name]()
     write_run_file(tmp_path / "run.yaml", "grpo", dump_options(default))
-    assert filled(KINDS[name], RunFile.read(tmp_path / "run.yaml").values(KINDS[name])) == default
+    assert fill_config(KINDS[name], RunFile.read(tmp_path / "run.yaml").values(KINDS[name])) == default
     assert set(RunFile.read(tmp_path / "run.yaml").values(KINDS[name])) == set(leaves_of(KINDS[name]))
 
 
@@ -126,7 +126,7 @@ def test_a_number_that_is_none_comes_back(tmp_path: Path) -> None:
 
 
 def prepared(*args: str) -> Any:
-    return prepare("run", (RunOptions, RunFileOptions), args)
+    return prepare_graph("run", (RunOptions, RunFileOptions), args)
 
 
 def write(tmp_path: Path, text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from flowrl.commands.prepare import prepare
+from flowrl.commands.prepare import prepare_graph
 from flowrl.graph.load import load_file
 from flowrl.runtime.driver.job import RunOptions
 
@@ -55,7 +55,7 @@ def test_a_job_of_slurm_runs_with_the_options_that_it_is_given(tmp_path: Path) -
     """In the directory that they name: a further job with --resume has another id, and has to find the same run."""
     given = ["grpo", "--steps", "200", "--run-dir", "/shared/a", "--resume"]
     run, *words = run_of_slurm(tmp_path, *given)
-    (options,) = prepare("run", (RunOptions,), words).own
+    (options,) = prepare_graph("run", (RunOptions,), words).own
     assert (run, str(options.run_dir), options.resume, options.steps) == ("run", "/shared/a", True, 200)
     told = re.search(r"--signal=B:TERM@(\d+)", (RECIPES / "flowrl.sbatch").read_text())
     assert told is not None and 60 * options.term_minutes + ENDS_WITHIN_S <= int(told[1])
@@ -74,7 +74,7 @@ def test_the_ray_job_has_what_a_run_needs() -> None:
         assert mounts["/shared"] in volumes
     words = shlex.split(job["spec"]["entrypoint"])
     assert words[:3] == ["flowrl", "run", "grpo"]
-    (options,) = prepare("run", (RunOptions,), words[2:]).own
+    (options,) = prepare_graph("run", (RunOptions,), words[2:]).own
     until_kill_s = int(yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
     assert 60 * options.term_minutes + ENDS_WITHIN_S <= until_kill_s
     for pod in pods:

@@ -18,7 +18,7 @@ from flowrl.commands.doctor import DoctorOptions
 from flowrl.commands.export import ExportOptions
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions
 from flowrl.commands.merge_adapter import MergeOptions
-from flowrl.commands.prepare import prepare
+from flowrl.commands.prepare import prepare_graph
 from flowrl.commands.quickstart import QuickstartOptions
 from flowrl.commands.run_graph import RunFileOptions
 from flowrl.commands.samples import SamplesOptions
@@ -62,7 +62,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copyfile(ROOT / "tests" / "tasks" / "foreign_rewards" / f"{framework}_reward.py", home / name)
     (home / "rules.py").write_text("def score(prompt, response, *, answer):\n    return 1.0\n")
     (home / "brief.py").write_text(files()["brief.py"])
-    GraphCopy("grpo", home / "my_graph.py").write()
+    GraphCopy("grpo", home / "my_graph.py").write_files()
     (home / "run.yaml").write_text("graph: grpo\npolicy: smollm2\nlr: 1e-5\n")
     (home / "runs" / "tune-grpo").mkdir(parents=True)
     shutil.copyfile(home / "run.yaml", home / "runs" / "tune-grpo" / "chosen.yaml")
@@ -91,9 +91,9 @@ def read(words: Sequence[str]) -> None:
         with contextlib.suppress(SystemExit):
             assert main(words) == 0
     elif name in OF_GRAPHS:
-        prepare(name, OF_GRAPHS[name], args)
+        prepare_graph(name, OF_GRAPHS[name], args)
     elif name in FIRST:
-        prepare("run", OF_GRAPHS["run"], [name, FIRST[name][0], *args])
+        prepare_graph("run", OF_GRAPHS["run"], [name, FIRST[name][0], *args])
     elif name in OWN:
         rest = args if name in NAMELESS else args[1:]
         assert name in NAMELESS or (args and not args[0].startswith("-")), f"flowrl {name} needs a name first"

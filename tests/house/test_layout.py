@@ -197,7 +197,7 @@ BROAD_EXCEPTS = {
     "agents/endpoint/call_sampler.py: CallSampler._sample_reply",
     "wire/control.py: Control._run_work",
     "wire/connection.py: Listener._drain_socket",
-    "commands/talk.py: Talk.reply.generate",
+    "commands/talk.py: Talk.stream_reply.generate",
     "machine/disk.py: told_if_full",
     "environments/environment_class.py: import_package",
     "environments/adapters/skyrl_env.py: SkyrlEnv.load_maker",

@@ -13,7 +13,15 @@ from flowrl import Cluster, Graph, Machine, check
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.load import dump_options, load_file, restore_options
-from flowrl.graph.option_types import changed_config, compose, filled, has_option, named, options_of, value_of
+from flowrl.graph.option_types import (
+    changed_config,
+    compose_config,
+    fill_config,
+    has_option,
+    named,
+    options_of,
+    value_of,
+)
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, Evaluation, Generator, PromptSource, Sampling
 from flowrl.options import (
@@ -32,11 +40,11 @@ from flowrl.options import (
     TrainerOptions,
     TrainerSize,
     add_offline_evaluation,
+    find_unused,
     make_batcher,
     make_generator,
     make_trainer,
     too_low,
-    unused,
 )
 from flowrl.tasks import Task
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -96,7 +104,7 @@ class Bonus(ConfigPart):
         if self.amount > cfg.get_part(SamplingOptions).max_tokens:
             yield f"--bonus is {self.amount}, more than --max-tokens"
         if not self.amount:
-            yield from unused(cfg, ("share",), "there is no --bonus; leave this out")
+            yield from find_unused(cfg, ("share",), "there is no --bonus; leave this out")
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ class Mine(OnlineConfig):
 
 
 def mine(**options: Any) -> Any:
-    return compose(Mine, options)
+    return compose_config(Mine, options)
 
 
 def test_a_graph_adds_parts_options_and_ranges_of_its_own() -> None:
@@ -178,7 +186,7 @@ def test_values_are_read_and_changed_by_the_names_of_options() -> None:
     assert [value_of(cfg, name) for name in names] == [2, 3, 1, Task("a.jsonl")]
     assert cfg.trainer.lr == 0.5 and cfg.bonus.share == 0.25
     assert has_option(cfg, "zero.stage") and not has_option(cfg, "trainer.lr") and not has_option(cfg, "steps")
-    filled_with = filled(Mine, {"bonus": -7, "lora.rank": 8})
+    filled_with = fill_config(Mine, {"bonus": -7, "lora.rank": 8})
     assert (filled_with.bonus.amount, filled_with.bonus.share, filled_with.trainer.lora.rank) == (-7, 0.25, 8)
 
 

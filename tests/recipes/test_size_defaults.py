@@ -13,7 +13,7 @@ import pytest
 
 from flowrl.cli import CheckOptions, main
 from flowrl.commands import prepare as preparing
-from flowrl.commands.prepare import Prepared, prepare
+from flowrl.commands.prepare import Prepared, prepare_graph
 from flowrl.graph.load import shipped_names
 from flowrl.graph.option_types import has_option, value_of
 from flowrl.machine.cpu import describe_cpu, is_slow_in_bfloat16
@@ -36,11 +36,11 @@ def a_model(place: Path, parameters: int, context: int = 32768) -> Path:
 
 
 def checked(*args: object) -> Prepared:
-    return prepare("check", (CheckOptions,), [str(arg) for arg in args])
+    return prepare_graph("check", (CheckOptions,), [str(arg) for arg in args])
 
 
 def run(*args: str) -> Prepared:
-    return prepare("run", (RunOptions,), ["grpo", *args])
+    return prepare_graph("run", (RunOptions,), ["grpo", *args])
 
 
 def origin(prepared: Prepared, name: str) -> tuple[Any, str]:
@@ -183,10 +183,10 @@ def test_a_saved_run_file_leaves_the_machine_its_own_dtype(tmp_path: Path, monke
     monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     model = a_model(tmp_path / "m", 135_000_000)
-    lasting = checked("grpo", "--policy", model).lasting()
+    lasting = checked("grpo", "--policy", model).lasting_options()
     assert "dtype" not in lasting and "dtype" not in lasting["engine"] and "concurrency" in lasting["engine"]
-    assert checked("grpo", "--policy", model, "--dtype", "float32").lasting()["dtype"] == "float32"
-    assert checked("grpo").lasting()["dtype"] == "float32", "tiny's own"
+    assert checked("grpo", "--policy", model, "--dtype", "float32").lasting_options()["dtype"] == "float32"
+    assert checked("grpo").lasting_options()["dtype"] == "float32", "tiny's own"
 
 
 def test_a_micro_batch_on_a_cpu_is_as_small_as_the_longest_sample_allows(
@@ -198,8 +198,8 @@ def test_a_micro_batch_on_a_cpu_is_as_small_as_the_longest_sample_allows(
     why = f"default for {model_size(Policy(model))}"
     chosen = checked("grpo", "--policy", model, "--max-tokens", "24")
     assert origin(chosen, TOKEN_BUDGET) == (24 + 1024, f"{why} on a CPU")
-    assert TOKEN_BUDGET not in chosen.lasting()
-    assert checked("grpo", "--policy", model, "--token-budget", "500").lasting()[TOKEN_BUDGET] == 500
+    assert TOKEN_BUDGET not in chosen.lasting_options()
+    assert checked("grpo", "--policy", model, "--token-budget", "500").lasting_options()[TOKEN_BUDGET] == 500
     run_dir.mkdir()
     (run_dir / "config.json").write_text(json.dumps({"config": {TOKEN_BUDGET: 8192}}))
     where = ("--policy", model, "--run-dir", str(run_dir))

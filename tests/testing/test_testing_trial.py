@@ -10,7 +10,7 @@ import pytest
 
 from flowrl import GraphError, cli
 from flowrl.graph.load import load_file, shipped_names
-from flowrl.graph.option_types import check_value, compose, options_of
+from flowrl.graph.option_types import check_value, compose_config, options_of
 from flowrl.testing import TrialResult, run_graph, try_graph
 from flowrl.testing.trial import GraphTrial
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl import Graph, In, Message, Node, Out, Sample
-from flowrl.graph.option_types import compose
+from flowrl.graph.option_types import compose_config
 from flowrl.nodes import GroupAdvantage, Reward
 from flowrl.options import (
     NormalisationOptions, OnlineConfig, PolicyLoss, make_batcher, make_generator, make_prompts, make_trainer,
@@ -89,7 +89,7 @@ def write_graph(folder: Path, mistake: str, *, within: str = "Middle") -> Path:
 def try_here(path: Path, folder: Path, config: dict[str, object] | None = None) -> TrialResult:
     """The trial in this process, where the packages of earlier tests are imported already; without its watch."""
     loaded = load_file(path)
-    return GraphTrial(loaded, compose(loaded.config_type, FEW if config is None else config), folder).run()
+    return GraphTrial(loaded, compose_config(loaded.config_type, FEW if config is None else config), folder).run()
 
 
 DATA = {
@@ -108,7 +108,7 @@ def test_a_shipped_graph_passes(name: str, tmp_path: Path) -> None:
         config = {"task": f"{tmp_path / 'rows.jsonl'}"}
     kinds = options_of(loaded.config_type)
     given = {field: check_value(field, {"name": value}, kinds[field].hint) for field, value in config.items()}
-    result = GraphTrial(loaded, compose(loaded.config_type, given), tmp_path).run()
+    result = GraphTrial(loaded, compose_config(loaded.config_type, given), tmp_path).run()
     assert not result.problem
     trains = name not in ("evaluate", "generate", "pairs", "score")
     assert (result.num_batches, result.resumed) == ((2, True) if trains else (0, False))

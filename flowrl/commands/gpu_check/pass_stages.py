@@ -38,7 +38,7 @@ def trees(bench: Bench) -> None:
     for dtype, limit in (("float32", FLOAT32_LIMIT), ("bfloat16", BFLOAT16_LIMIT)):
         model = load_model(path, bench, dtype, layout="tree")  # type: ignore[arg-type]
         found = passed(model, tokens, masks, "tree", bench), passed(model, tokens, masks, "padded", bench)
-        _compare(bench, f"trees, {dtype}", found, limit)
+        _compare_passes(bench, f"trees, {dtype}", found, limit)
     _tree_speed(bench)
 
 
@@ -86,7 +86,7 @@ def packing(bench: Bench) -> None:
     for attention, dtype, limit in kinds:
         packed = passed(load_model(path, bench, dtype, attention), tokens, masks, "packed", bench)
         rows = passed(load_model(path, bench, dtype), tokens, masks, "padded", bench)
-        _compare(bench, f"{attention}, {dtype}", (packed, rows), limit)
+        _compare_passes(bench, f"{attention}, {dtype}", (packed, rows), limit)
 
 
 def precision(bench: Bench) -> None:
@@ -122,7 +122,7 @@ def passed(model: PolicyModel, tokens: list[Int32], masks: list[Bool], layout: P
     return logprobs_N.detach().float().cpu(), gradients
 
 
-def _compare(bench: Bench, name: str, found: tuple[Passed, Passed], limit: float) -> None:
+def _compare_passes(bench: Bench, name: str, found: tuple[Passed, Passed], limit: float) -> None:
     (logprobs, gradients), (wanted, wanted_gradients) = found
     gap = float((logprobs - wanted).abs().mean())
     difference = relative_difference(gradients, wanted_gradients)

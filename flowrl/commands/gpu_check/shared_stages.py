@@ -64,29 +64,29 @@ KERNELS = {"varlen": "torch", "flash_attention_2": "flash_attn"}
 def sequence_parallel(bench: Bench) -> None:
     """Both ranks have all sequences, and each has half of their positions."""
     kernels = [name for name, package in KERNELS.items() if bench.on_gpu and find_spec(package) is not None]
-    _shared(bench, "position_rank", [*POSITIONS, *RING, *kernels])
+    _compare_shared(bench, "position_rank", [*POSITIONS, *RING, *kernels])
 
 
 def tensor_parallel(bench: Bench) -> None:
     """Both ranks have all sequences, and each has half of every matrix of the layers."""
-    _shared(bench, "matrix_rank", list(MATRICES))
+    _compare_shared(bench, "matrix_rank", list(MATRICES))
 
 
-def _shared(bench: Bench, rank: str, names: Sequence[str]) -> None:
+def _compare_shared(bench: Bench, rank: str, names: Sequence[str]) -> None:
     model = make_small_model(bench.directory / "model")
     torch.save(plain_gradients(model), bench.directory / "plain.pt")
     bench.ranks(f"{__name__}:{rank}", *names)
     found: dict[str, Any] = torch.load(bench.directory / "found.pt")
     for name, text in found["figures"].items():
         bench.figure(name, text)
-    judge_gradients(bench, found["gradients"], {name: _case(name) for name in names})
+    judge_gradients(bench, found["gradients"], {name: _make_case(name) for name in names})
     for name, (norm, wanted) in found["norms"].items():
         apart = abs(norm - wanted) / wanted
-        limit = _case(name).limit
+        limit = _make_case(name).limit
         bench.require(apart <= limit, f"{name}: the norm of the gradient is {norm:.6g}, not {wanted:.6g}")
 
 
-def _case(name: str) -> GradientCase:
+def _make_case(name: str) -> GradientCase:
     if name in KERNELS:
         return GradientCase({"stage": 3, "dtype": "bfloat16", "attention": name}, BFLOAT16_LIMIT)
     return {**POSITIONS, **RING, **MATRICES}[name]
@@ -95,8 +95,8 @@ def _case(name: str) -> GradientCase:
 def position_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
     """Rank 0 writes what was found with each case and, on a GPU, also how much memory a long sequence takes."""
     both, ring = (replace(gang, sequence=make_sequence_group(gang.rank, gang.size, gang.size, kind)) for kind in KINDS)
-    found = _judged(both, directory, [name for name in names if name not in RING])
-    for what, of_ring in _judged(ring, directory, [name for name in names if name in RING]).items():
+    found = _judge_cases(both, directory, [name for name in names if name not in RING])
+    for what, of_ring in _judge_cases(ring, directory, [name for name in names if name in RING]).items():
         found[what] |= of_ring
     if gang.device.type == "cuda":
         for told, who in (("alone", gang), ("shared", both)):
@@ -107,18 +107,18 @@ def position_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
 
 def matrix_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
     """As `position_rank`."""
-    found = _judged(replace(gang, tensor_size=gang.size), directory, names)
+    found = _judge_cases(replace(gang, tensor_size=gang.size), directory, names)
     if gang.rank == 0:
         torch.save(found, directory / "found.pt")
 
 
-def _judged(gang: Gang, directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _judge_cases(gang: Gang, directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     exact_products()
     wanted = torch.load(directory / "plain.pt")
     norm = float(torch.stack([tensor.double().norm() for tensor in wanted.values()]).norm())
     found: dict[str, dict[str, Any]] = {"figures": {}, "gradients": {}, "norms": {}}
     for name in names:
-        engine = make_engine(directory / "model", gang, clip_grad_norm=0.0, **_case(name).zero)
+        engine = make_engine(directory / "model", gang, clip_grad_norm=0.0, **_make_case(name).zero)
         found["gradients"][name] = relative_difference(full_gradient(engine), wanted)
         engine.set_lr(0.0)
         found["norms"][name] = engine.step_optimizer().grad_norm, norm
@@ -162,7 +162,7 @@ def _scored_over_ranks(bench: Bench, path: Path, dtype: Any, limit: float) -> No
     sharded = ShardedModel(load, bench.sights(2))
     try:
         for state, moves in {"there": (), "back": (sharded.move_away, sharded.come_back)}.items():
-            told = [_moved(bench, move) for move in moves]
+            told = [_time_move(bench, move) for move in moves]
             for budget in (60, 1000):  # several passes of two ranks; one pass, and a rank without any
                 expected = score_items(whole, logprobs_of, items, 1.0, token_budget=budget)
                 found = score_items(sharded, logprobs_of, items, 1.0, token_budget=budget)
@@ -176,7 +176,7 @@ def _scored_over_ranks(bench: Bench, path: Path, dtype: Any, limit: float) -> No
         sharded.close()
 
 
-def _moved(bench: Bench, move: Any) -> str:
+def _time_move(bench: Bench, move: Any) -> str:
     device = torch.device(bench.device)
     before = free_bytes(device)
     move()

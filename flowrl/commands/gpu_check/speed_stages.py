@@ -20,7 +20,7 @@ def speeds(bench: Bench) -> None:
     device = torch.device("cuda", 0) if bench.on_gpu else torch.device("cpu")
     _products(bench, device)
     _copies(bench, device)
-    _step(bench, device)
+    _time_training(bench, device)
 
 
 def _products(bench: Bench, device: torch.device) -> None:
@@ -51,7 +51,7 @@ def _copies(bench: Bench, device: torch.device) -> None:
         bench.figure("copies to another GPU", f"{num_bytes / seconds / 1e9:.1f} GB/s")
 
 
-def _step(bench: Bench, device: torch.device) -> None:
+def _time_training(bench: Bench, device: torch.device) -> None:
     from flowrl.training.engine.gang import Gang
     from flowrl.training.engine.zero import ZeroEngine
 
@@ -79,15 +79,15 @@ def best_s(work: Callable[[], object], device: torch.device) -> float:
     """The shortest time of `work`, until the device has done it."""
     times = []
     for _ in range(1 + REPETITIONS):
-        _wait(device)
+        _wait_for_device(device)
         began = time.perf_counter()
         work()
-        _wait(device)
+        _wait_for_device(device)
         times.append(time.perf_counter() - began)
     return min(times[1:])
 
 
-def _wait(device: torch.device) -> None:
+def _wait_for_device(device: torch.device) -> None:
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)

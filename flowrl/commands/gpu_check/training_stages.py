@@ -150,12 +150,12 @@ def _residence_at(bench: Bench, path: Path, gang: Gang, stage: int) -> None:
     from flowrl.training.engine.residence import Residence
 
     engine = make_engine(path, gang, stage=stage, dtype="bfloat16")
-    wanted = [_step(engine, number) for number in range(3)], _weights(engine)
+    wanted = [_take_step(engine, number) for number in range(3)], _read_weights(engine)
     del engine
     free_memory()
     before = free_bytes(gang.device)
     engine = make_engine(path, gang, stage=stage, dtype="bfloat16")
-    norms = [_step(engine, 0)]
+    norms = [_take_step(engine, 0)]
     moving = Residence(engine, gang.device)
     free, leaving, returning, moved = [], [], [], 0
     for _ in range(ROUNDS):
@@ -167,8 +167,8 @@ def _residence_at(bench: Bench, path: Path, gang: Gang, stage: int) -> None:
         moving.come_back()
         leaving.append(left - began)
         returning.append(time.perf_counter() - back)
-    norms += [_step(engine, number) for number in (1, 2)]
-    same = norms == wanted[0] and all(map(torch.equal, _weights(engine), wanted[1]))
+    norms += [_take_step(engine, number) for number in (1, 2)]
+    same = norms == wanted[0] and all(map(torch.equal, _read_weights(engine), wanted[1]))
     name = f"stage {stage}"
     bench.figure(f"{name}, moved", f"{moved / GIB:.3f} GiB")
     bench.figure(f"{name}, leaves", f"{moved / min(leaving) / 1e9:.1f} GB/s")
@@ -184,7 +184,7 @@ def _residence_at(bench: Bench, path: Path, gang: Gang, stage: int) -> None:
     free_memory()
 
 
-def _step(engine: ZeroEngine, number: int) -> float:
+def _take_step(engine: ZeroEngine, number: int) -> float:
     rows = lay_out(SEQUENCES[number:], all_masks(SEQUENCES[number:]), device=engine.device)
     engine.set_lr(1e-3)
     logprobs_N, _ = engine.forward(rows, temperature=1.0)
@@ -192,7 +192,7 @@ def _step(engine: ZeroEngine, number: int) -> float:
     return engine.step_optimizer().grad_norm
 
 
-def _weights(engine: ZeroEngine) -> list[Tensor]:
+def _read_weights(engine: ZeroEngine) -> list[Tensor]:
     return [tensor.cpu().clone() for _, tensors in engine.buckets(1 << 28) for tensor in tensors]
 
 

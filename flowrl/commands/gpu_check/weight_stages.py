@@ -48,9 +48,9 @@ class ModelSource:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprobs from transformers, with whole logits in float32."""
-        return [self._scored(list(sequence)) for sequence in sequences]
+        return [self._score_once(list(sequence)) for sequence in sequences]
 
-    def _scored(self, sequence: list[int]) -> list[float]:
+    def _score_once(self, sequence: list[int]) -> list[float]:
         ids = torch.tensor([sequence], device=self.model.device)
         with torch.no_grad():
             logprobs = self.model(ids).logits[0, :-1].float().log_softmax(-1)
@@ -75,16 +75,16 @@ async def _through_shared_memory(bench: Bench, old: Path, source: ModelSource, p
     taker = make_receiver((), READER, "gpu-check")
     sampler = await started(bench, old, taker)
     try:
-        await _take(bench, sampler, taker, publisher.publish_version(0), "first update")
+        await _take_weights(bench, sampler, taker, publisher.publish_version(0), "first update")
         if bench.on_gpu:
             await _sleep(bench, sampler)
             with torch.no_grad():
                 for parameter in source.model.parameters():
                     parameter.add_(0.02 * torch.randn_like(parameter))
             await sampler.wake()
-            bench.figure("free with weights alone", _free())
-            await _take(bench, sampler, taker, publisher.publish_version(1), "update after sleep")
-            bench.figure("free with the KV cache", _free())
+            bench.figure("free with weights alone", _free_memory())
+            await _take_weights(bench, sampler, taker, publisher.publish_version(1), "update after sleep")
+            bench.figure("free with the KV cache", _free_memory())
     finally:
         await asyncio.to_thread(sampler.close)
         taker.close()
@@ -109,7 +109,7 @@ async def started(bench: Bench, path: Path, taker: Receiver, **engine: Any) -> V
     return sampler
 
 
-async def _take(
+async def _take_weights(
     bench: Bench, sampler: VllmSampler, taker: Receiver, manifest: Weights | None, name: str, *, joins: bool = False
 ) -> None:
     """Do one update, and check the probe."""
@@ -154,7 +154,7 @@ async def _sleep(bench: Bench, sampler: VllmSampler) -> None:
     bench.require(gained > 0.5 * UTILIZATION * whole, f"asleep, vLLM gave back {gained / GIB:.1f} GiB only")
 
 
-def _free() -> str:
+def _free_memory() -> str:
     return f"{torch.cuda.mem_get_info()[0] / GIB:.1f} GiB"
 
 
@@ -233,7 +233,7 @@ async def _over_nccl(bench: Bench) -> None:
     try:
         for version in range(2):
             manifest = await asyncio.to_thread(publisher.publish_version, version)
-            taking = _take(bench, sampler, taker, manifest, f"broadcast {version}", joins=version == 0)
+            taking = _take_weights(bench, sampler, taker, manifest, f"broadcast {version}", joins=version == 0)
             await asyncio.gather(taking, asyncio.to_thread(publisher.transmit_tensors))
         bench.figure("sequences of the probe", str(len(probe_sequences(source.vocab_size))))
     finally:

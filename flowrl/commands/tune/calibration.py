@@ -41,19 +41,21 @@ def calibration_runs(wide: Sequence[TunedPlacement]) -> list[TunedPlacement]:
     alone = [one for one in apart if one.ahead == 0]
     found: list[TunedPlacement] = []
     if alone:
-        even = min(alone, key=lambda one: (_replicas(one), one.shares_cores, _unevenness(one)))
+        even = min(alone, key=lambda one: (_num_replicas(one), one.shares_cores, _unevenness(one)))
         same = [one for one in apart if one.ahead and one.stages == even.stages]
         found += [even, *sorted(same, key=lambda one: one.ahead)[-1:]]
         sharing = [one for one in apart if one.ahead and one.shares_cores]
-        found += sorted(sharing, key=lambda one: (_replicas(one), -one.ahead, _units(one)))[:1]
+        found += sorted(sharing, key=lambda one: (_num_replicas(one), -one.ahead, _num_units(one)))[:1]
     if alternating:
-        found.append(max(alternating, key=lambda one: (-_replicas(one), _units(one))))
-        found.append(min(alternating, key=lambda one: (_replicas(one), _units(one))))
+        found.append(max(alternating, key=lambda one: (-_num_replicas(one), _num_units(one))))
+        found.append(min(alternating, key=lambda one: (_num_replicas(one), _num_units(one))))
     if alone:
-        found.append(min(alone, key=lambda one: (_replicas(one), one.shares_cores, _of_generators(one), -_units(one))))
-    if several := [one for one in (*alone, *alternating) if _replicas(one) > len(one.stages)]:
-        found.append(max(several, key=lambda one: (*_counts(one), -_units(one))))
-        found.append(max(several, key=lambda one: (*_counts(one)[::-1], _units(one))))
+        found.append(
+            min(alone, key=lambda one: (_num_replicas(one), one.shares_cores, _of_generators(one), -_num_units(one)))
+        )
+    if several := [one for one in (*alone, *alternating) if _num_replicas(one) > len(one.stages)]:
+        found.append(max(several, key=lambda one: (*_count_parts(one), -_num_units(one))))
+        found.append(max(several, key=lambda one: (*_count_parts(one)[::-1], _num_units(one))))
     for one in (*alone, *alternating):
         found += [] if _tells_sizes(found, one) else [one]
     return list({one.identity: one for one in found}.values())
@@ -67,22 +69,22 @@ def _tells_sizes(runs: Sequence[TunedPlacement], placement: TunedPlacement) -> b
             sizes[stage.node, stage.size.on_gpus].append(stage.size)
     return all(
         (key := (stage.node, stage.size.on_gpus)) in sizes
-        and StageTimes((size, 1.0) for size in sizes[key]).covers(stage.size)
+        and StageTimes((size, 1.0) for size in sizes[key]).covers_size(stage.size)
         for stage in placement.stages
     )
 
 
-def _counts(placement: TunedPlacement) -> tuple[int, int]:
+def _count_parts(placement: TunedPlacement) -> tuple[int, int]:
     """Replicas of the stages that generate, and of the others."""
     generators = sum(stage.size.replicas for stage in placement.stages if stage.generates)
-    return generators, _replicas(placement) - generators
+    return generators, _num_replicas(placement) - generators
 
 
-def _replicas(placement: TunedPlacement) -> int:
+def _num_replicas(placement: TunedPlacement) -> int:
     return sum(stage.size.replicas for stage in placement.stages)
 
 
-def _units(placement: TunedPlacement) -> int:
+def _num_units(placement: TunedPlacement) -> int:
     return sum(stage.size.units * stage.size.replicas for stage in placement.stages)
 
 
@@ -92,7 +94,7 @@ def _of_generators(placement: TunedPlacement) -> int:
 
 def _unevenness(placement: TunedPlacement) -> int:
     """Distance of the generators' devices from half of all, then devices that are left over."""
-    return abs(2 * _of_generators(placement) - _units(placement)) - _units(placement)
+    return abs(2 * _of_generators(placement) - _num_units(placement)) - _num_units(placement)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Calibration:
     observed: tuple[MeasuredRun, ...]
 
     @cached_property
-    def times(self) -> dict[tuple[str, bool], StageTimes]:
+    def stage_times(self) -> dict[tuple[str, bool], StageTimes]:
         """(stage, whether on GPUs) -> its work by size, from the runs in which only one stage works at a time."""
         found = defaultdict(list)
         for placement, step in self._apart_in_time:
@@ -119,7 +121,7 @@ class Calibration:
         return [(one, step) for one, step in self.observed if one.num_lines > 1 and one.ahead > 0]
 
     @cached_property
-    def spreads(self) -> dict[str, float]:
+    def stage_spreads(self) -> dict[str, float]:
         """Stage -> standard deviation of its work from step to step, as a fraction of the work."""
         found = defaultdict(list)
         for placement, step in self._apart_in_time:
@@ -128,15 +130,15 @@ class Calibration:
         return {node: median(values) for node, values in found.items()}
 
     @cached_property
-    def contention(self) -> dict[str, float]:
+    def core_contention(self) -> dict[str, float]:
         """Stage -> c_i, from the runs in which stages work together on different cores."""
         return self._slower(shared=False)
 
     @cached_property
-    def sharing(self) -> dict[str, float]:
+    def gpu_sharing(self) -> dict[str, float]:
         """Stage -> s_i, from the runs in which stages work together on the same cores."""
         slower = self._slower(shared=True)
-        return {node: max(0.0, slow - self.contention.get(node, 1.0)) for node, slow in slower.items()}
+        return {node: max(0.0, slow - self.core_contention.get(node, 1.0)) for node, slow in slower.items()}
 
     def _slower(self, *, shared: bool) -> dict[str, float]:
         """Stage -> the time that its work takes while others work, as a multiple of the time that it takes alone.
@@ -154,22 +156,22 @@ class Calibration:
         return {node: fmean(values) for node, values in found.items()}
 
     @cached_property
-    def rests(self) -> dict[str, float]:
+    def rest_times(self) -> dict[str, float]:
         """R by kind of placement, "sync", "async" or "time_shared"; kinds that were not measured are missing."""
         found: dict[str, list[float]] = defaultdict(list)
         for placement, step in self._apart_in_time:
             kind = "time_shared" if placement.num_lines == 1 else "sync"
             found[kind].append(step.step_s - sum(step.busy.values()))
         for placement, step in self._together:
-            if (works := self.works(placement)) is not None and "sync" in found:
+            if (works := self.stage_works(placement)) is not None and "sync" in found:
                 nothing = StepRest(sync_s=fmean(found["sync"]))
                 bare = predict_step(works, ahead=placement.ahead, rest=nothing, window=placement.window)
                 found["async"].append(max(0.0, step.step_s - bare.step_s))
         return {kind: fmean(values) for kind, values in found.items()}
 
-    def predict(self, placement: TunedPlacement) -> StepPrediction | None:
+    def predict_placement(self, placement: TunedPlacement) -> StepPrediction | None:
         """The predicted step of a placement; None if what the prediction needs was not measured."""
-        works, rests = self.works(placement), self.rests
+        works, rests = self.stage_works(placement), self.rest_times
         needed = ("time_shared",) if placement.num_lines == 1 else ("sync", "async") if placement.ahead else ("sync",)
         if works is None or any(kind not in rests for kind in needed):
             return None
@@ -177,10 +179,10 @@ class Calibration:
         return predict_step(works, ahead=placement.ahead, rest=rest, window=placement.window)
 
     def _alone_s(self, stage: PlacedStage) -> float | None:
-        times = self.times.get((stage.node, stage.size.on_gpus))
-        return None if times is None or not times.covers(stage.size) else times.seconds(stage.size)
+        times = self.stage_times.get((stage.node, stage.size.on_gpus))
+        return None if times is None or not times.covers_size(stage.size) else times.stage_seconds(stage.size)
 
-    def works(self, placement: TunedPlacement) -> list[StageWork] | None:
+    def stage_works(self, placement: TunedPlacement) -> list[StageWork] | None:
         """The stages of a placement with their work; None if the measurements do not determine the work of every
         stage."""
         found = []
@@ -191,12 +193,12 @@ class Calibration:
             work = StageWork(
                 stage.node,
                 seconds,
-                spread_s=seconds * self.spreads.get(stage.node, 0.0),
+                spread_s=seconds * self.stage_spreads.get(stage.node, 0.0),
                 line=stage.lease,
                 cores=stage.cores,
                 generates=stage.generates,
-                contention=self.contention.get(stage.node, 1.0),
-                sharing=self.sharing.get(stage.node, 1.0),
+                contention=self.core_contention.get(stage.node, 1.0),
+                sharing=self.gpu_sharing.get(stage.node, 1.0),
             )
             found.append(work)
         return found

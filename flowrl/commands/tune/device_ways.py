@@ -34,21 +34,22 @@ def _core_ways(tuned: TunedGraph) -> Iterator[Overrides]:
     trainer, generator = tuned.roles[tuned.trainer], tuned.roles.get(tuned.generator)
     cores = tuned.cluster.num_cores
     if generator is None:
-        yield from _sized(tuned, trainer, cores - _kept_cores(tuned))
+        yield from _divide_cores(tuned, trainer, cores - _kept_cores(tuned))
         return
     free = cores - _kept_cores(tuned)
     for of_generator in (HALF, *(count for count in COUNTS if count < free)):
-        for one in _sized(tuned, generator, of_generator):
-            yield from ({**one, **other} for other in _sized(tuned, trainer, free - of_generator))
+        for one in _divide_cores(tuned, generator, of_generator):
+            yield from ({**one, **other} for other in _divide_cores(tuned, trainer, free - of_generator))
     if has_option(tuned.cfg, "time_share"):
         shared: Overrides = {"time_share": _all_time_shared(tuned)}
-        for one in _sized(tuned, generator, cores):
+        for one in _divide_cores(tuned, generator, cores):
             yield from (
-                {**_others(tuned, cores, other), **one, **other, **shared} for other in _sized(tuned, trainer, cores)
+                {**_all_cores(tuned, cores, other), **one, **other, **shared}
+                for other in _divide_cores(tuned, trainer, cores)
             )
 
 
-def _sized(tuned: TunedGraph, role: str, cores: float) -> Iterator[Overrides]:
+def _divide_cores(tuned: TunedGraph, role: str, cores: float) -> Iterator[Overrides]:
     """`cores` divided among 1, 2, 4 … replicas; models that are time-shared with the trainer get as many cores as all
     of its ranks together."""
     trains = tuned.roles.get(tuned.trainer) == role
@@ -59,29 +60,31 @@ def _sized(tuned: TunedGraph, role: str, cores: float) -> Iterator[Overrides]:
             yield {f"{role}.cpus": each, f"{role}.replicas": replicas, **beside}
 
 
-def _others(tuned: TunedGraph, cores: int, of_trainer: Overrides) -> Overrides:
+def _all_cores(tuned: TunedGraph, cores: int, of_trainer: Overrides) -> Overrides:
     """All cores for every role, for the case that all are time-shared; further trainers have as many ranks as the main
     one."""
     ranks = of_trainer[f"{tuned.roles[tuned.trainer]}.replicas"]
-    gangs = {role for name, role in tuned.roles.items() if tuned.base.nodes[name].gang}
+    gangs = {role for name, role in tuned.roles.items() if tuned.base_graph.nodes[name].gang}
     return {f"{role}.cpus": cores / ranks if role in gangs else float(cores) for role in tuned.roles.values()}
 
 
 def _beside_trainer(tuned: TunedGraph) -> list[str]:
     """The roles that are time-shared with the trainer, except gangs and the generator."""
-    for _, units in device_pools(tuned.base, tuned.cluster):
+    for _, units in device_pools(tuned.base_graph, tuned.cluster):
         names = [placed.name for unit in units for placed in unit.nodes]
         if tuned.trainer in names:
             others = [name for name in names if name not in (tuned.trainer, tuned.generator)]
-            return [tuned.roles[name] for name in others if name in tuned.roles and not tuned.base.nodes[name].gang]
+            return [
+                tuned.roles[name] for name in others if name in tuned.roles and not tuned.base_graph.nodes[name].gang
+            ]
     return []
 
 
 def _kept_cores(tuned: TunedGraph) -> float:
-    return _kept(tuned, tuned.whole)[0]
+    return _kept_devices(tuned, tuned.whole_graph)[0]
 
 
-def _kept(tuned: TunedGraph, graph: Graph) -> tuple[float, float]:
+def _kept_devices(tuned: TunedGraph, graph: Graph) -> tuple[float, float]:
     """(cores, GPUs) of the nodes that neither generate nor train, and are not time-shared with one that does."""
     kept = [
         unit_need(units)
@@ -93,7 +96,7 @@ def _kept(tuned: TunedGraph, graph: Graph) -> tuple[float, float]:
 
 def _all_time_shared(tuned: TunedGraph) -> tuple[str, ...]:
     """Every node with cores or GPUs of its own."""
-    return tuple(name for name, placed in tuned.base.placed.items() if placed.heavy)
+    return tuple(name for name, placed in tuned.base_graph.placed.items() if placed.heavy)
 
 
 # GPUs
@@ -103,18 +106,20 @@ def _gpu_ways(tuned: TunedGraph) -> Iterator[Overrides]:
     trainer, generator = tuned.roles[tuned.trainer], tuned.roles.get(tuned.generator)
     gpus = tuned.cluster.num_gpus
     if generator is None:
-        yield from (_ranks(trainer, count) for count in COUNTS if count <= gpus)
+        yield from (_rank_options(trainer, count) for count in COUNTS if count <= gpus)
         return
     kept = _kept_gpus(tuned)
-    for one in _engines(tuned, generator, gpus):
+    for one in _engine_sizes(tuned, generator, gpus):
         used = one[f"{generator}.gpus"] * one[f"{generator}.replicas"]
         left = int(gpus - kept - used)
-        yield from ({**one, **_ranks(trainer, count)} for count in dict.fromkeys((left, _power_below(left))) if count)
+        yield from (
+            {**one, **_rank_options(trainer, count)} for count in dict.fromkeys((left, _power_below(left))) if count
+        )
         if used == gpus and has_option(tuned.cfg, "time_share"):
-            yield {**one, **_ranks(trainer, gpus), "time_share": _all_time_shared(tuned)}
+            yield {**one, **_rank_options(trainer, gpus), "time_share": _all_time_shared(tuned)}
 
 
-def _engines(tuned: TunedGraph, generator: str, gpus: int) -> Iterator[Overrides]:
+def _engine_sizes(tuned: TunedGraph, generator: str, gpus: int) -> Iterator[Overrides]:
     """Numbers of generators, each with some GPUs for its tensor parallel parts."""
     parallel = has_option(tuned.cfg, "engine.tensor_parallel_size")
     for parts, replicas in product((count for count in COUNTS if count <= MOST_PARTS), COUNTS):
@@ -123,7 +128,7 @@ def _engines(tuned: TunedGraph, generator: str, gpus: int) -> Iterator[Overrides
             yield sized | ({"engine.tensor_parallel_size": parts} if parallel else {})
 
 
-def _ranks(trainer: str, count: int) -> Overrides:
+def _rank_options(trainer: str, count: int) -> Overrides:
     return {f"{trainer}.replicas": count, f"{trainer}.gpus": 1.0}
 
 
@@ -136,4 +141,4 @@ def _kept_gpus(tuned: TunedGraph) -> float:
     """GPUs of the other nodes, computed with a GPU for the trainer: roles without a size get a GPU once any role has
     one."""
     probe = {f"{tuned.roles[tuned.trainer]}.gpus": 1.0}
-    return _kept(tuned, tuned.file.build(changed_config(tuned.cfg, probe)))[1]
+    return _kept_devices(tuned, tuned.file.build(changed_config(tuned.cfg, probe)))[1]

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from flowrl.commands.tune.cost_model import StageWork, StepRest, predict_step
-from flowrl.commands.tune.placements import placements
+from flowrl.commands.tune.placements import find_placements
 from flowrl.commands.tune.stage_times import StageSize, StageTimes
 from flowrl.commands.tune.tuned_graph import TunedGraph
 from flowrl.commands.tune.tuned_placement import TunedPlacement
@@ -32,8 +32,8 @@ class PlacementAdvice:
 
     def __init__(self, tuned: TunedGraph) -> None:
         self._tuned = tuned
-        self._roles = node_roles(tuned.whole)
-        self._replicas = {name: placed.replicas for name, placed in tuned.whole.placed.items() if placed.heavy}
+        self._roles = node_roles(tuned.whole_graph)
+        self._replicas = {name: placed.replicas for name, placed in tuned.whole_graph.placed.items() if placed.heavy}
         self._end_s: float | None = None
         """When the last step ended."""
         self._steps: list[tuple[float, dict[str, float]]] = []
@@ -66,7 +66,7 @@ class PlacementAdvice:
         placement, predicted_s = faster
         return (
             f"{node} was idle for {1 - mean[node] / step_s:.0%} of the last {STEPS} steps, of {step_s:.3g} s each; "
-            f"with {placement.text} a step would take some {predicted_s:.3g} s ({placement.words}). "
+            f"with {placement.as_options} a step would take some {predicted_s:.3g} s ({placement.in_words}). "
             "That is an estimate: flowrl tune measures it"
         )
 
@@ -80,34 +80,34 @@ def faster_placement(
     measured, and nothing can be predicted.
     """
     try:
-        now, *others = placements(tuned)
+        now, *others = find_placements(tuned)
     except (FlowrlError, ValueError):
         return None  # nothing fits, or the graph has no trainer
     if not now.is_default or not any(busy[stage.node] for stage in now.stages):
         return None
-    times = dict(_times(now, busy))
-    bare_s = _predicted(now, times, StepRest())
+    times = dict(_read_times(now, busy))
+    bare_s = _predict_step_s(now, times, StepRest())
     rest_s = max(0.0, step_s - bare_s)
     rest = StepRest(rest_s, rest_s, rest_s)
     replicas = {stage.node: stage.size.replicas for stage in now.stages}
     comparable = [one for one in others if {stage.node: stage.size.replicas for stage in one.stages} == replicas]
-    found = [(one, _predicted(one, times, rest)) for one in comparable]
+    found = [(one, _predict_step_s(one, times, rest)) for one in comparable]
     best = min(found, key=lambda pair: pair[1], default=None)
     return best if best is not None and best[1] * LEAST_GAIN < step_s else None
 
 
-def _times(now: TunedPlacement, busy: Mapping[str, float]) -> Iterator[tuple[str, StageTimes]]:
+def _read_times(now: TunedPlacement, busy: Mapping[str, float]) -> Iterator[tuple[str, StageTimes]]:
     for stage in now.stages:
         size, seconds = stage.size, busy[stage.node]
         twice = StageSize(size.replicas, 2 * size.units, size.on_gpus)
         yield stage.node, StageTimes([(size, seconds), (twice, TWICE * seconds)])
 
 
-def _predicted(placement: TunedPlacement, times: Mapping[str, StageTimes], rest: StepRest) -> float:
+def _predict_step_s(placement: TunedPlacement, times: Mapping[str, StageTimes], rest: StepRest) -> float:
     works: Sequence[StageWork] = [
         StageWork(
             stage.node,
-            times[stage.node].seconds(stage.size),
+            times[stage.node].stage_seconds(stage.size),
             line=stage.lease,
             cores=stage.cores,
             generates=stage.generates,

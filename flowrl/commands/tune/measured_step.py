@@ -79,8 +79,8 @@ def measured_step(
         step_s=fmean(durations[index] for index in middle),
         num_steps=len(kept),
         busy={node: fmean(values[index] for index in middle) / stages[node][1] for node, values in busy.items()},
-        spread={node: spread(list(values.values())) / stages[node][1] for node, values in busy.items()},
-        beside=beside(busy_spans(run_dir / "trace.json", trainer=trainer, tail=tail), list(stages)),
+        spread={node: robust_spread(list(values.values())) / stages[node][1] for node, values in busy.items()},
+        beside=time_beside(busy_spans(run_dir / "trace.json", trainer=trainer, tail=tail), list(stages)),
         load=load,
         wall_s=wall_s,
     )
@@ -93,7 +93,7 @@ def middle_of(durations: Mapping[int, float]) -> list[int]:
     return ordered[cut : len(ordered) - cut]
 
 
-def spread(values: Sequence[float]) -> float:
+def robust_spread(values: Sequence[float]) -> float:
     """The standard deviation of normal values, from their quartiles: a single outlier does not change it."""
     if len(values) < 2:
         return 0.0
@@ -115,24 +115,26 @@ def busy_spans(path: Path, *, trainer: str, tail: int) -> dict[str, Spans]:
             found[event["cat"]][tracks[event["pid"]]].append(span)
     ends = sorted(end for _, end in found["item"][f"{trainer}/0"])
     window = [(ends[SKIPPED - 1], ends[-1 - tail])] if len(ends) > SKIPPED + tail else []
-    return {replica_id: inside(union(some), window) for replica_id, some in found["work"].items()}
+    return {replica_id: cut_spans(join_spans(some), window) for replica_id, some in found["work"].items()}
 
 
-def beside(spans: Mapping[str, Spans], stages: Sequence[str]) -> dict[str, float]:
+def time_beside(spans: Mapping[str, Spans], stages: Sequence[str]) -> dict[str, float]:
     """Node -> the fraction of its busy time, over all replicas, in which another one of `stages` was busy."""
     found = {}
     for node in stages:
-        mine = [some for replica_id, some in spans.items() if _node(replica_id) == node]
+        mine = [some for replica_id, some in spans.items() if _node_name(replica_id) == node]
         others = [
-            some for replica_id, some in spans.items() if _node(replica_id) in stages and _node(replica_id) != node
+            some
+            for replica_id, some in spans.items()
+            if _node_name(replica_id) in stages and _node_name(replica_id) != node
         ]
-        together = union([span for some in others for span in some])
-        total = sum(length(some) for some in mine)
-        found[node] = sum(length(inside(some, together)) for some in mine) / total if total else 0.0
+        together = join_spans([span for some in others for span in some])
+        total = sum(total_length(some) for some in mine)
+        found[node] = sum(total_length(cut_spans(some, together)) for some in mine) / total if total else 0.0
     return found
 
 
-def union(spans: Spans) -> Spans:
+def join_spans(spans: Spans) -> Spans:
     """The time covered by `spans`, as disjoint spans in order."""
     found: Spans = []
     for start, end in sorted(spans):
@@ -143,7 +145,7 @@ def union(spans: Spans) -> Spans:
     return found
 
 
-def inside(some: Spans, others: Spans) -> Spans:
+def cut_spans(some: Spans, others: Spans) -> Spans:
     """The time in both lists of spans. The spans of each list are disjoint and in order, and so are those of the
     result."""
     found: Spans = []
@@ -158,10 +160,10 @@ def inside(some: Spans, others: Spans) -> Spans:
     return found
 
 
-def length(spans: Spans) -> float:
+def total_length(spans: Spans) -> float:
     """Seconds in disjoint spans."""
     return sum(end - start for start, end in spans)
 
 
-def _node(replica_id: str) -> str:
+def _node_name(replica_id: str) -> str:
     return replica_id.partition("/")[0]

@@ -27,13 +27,13 @@ class Measurements:
         """`again`: existing measurements count as not measured. Raises ConfigError if the file is not one of
         measurements."""
         self._path = directory / MEASUREMENTS
-        self._known = _read(self._path)
+        self._known = _read_lines(self._path)
         self._valid = set() if again else set(self._known)
 
-    def get(self, key: str) -> MeasuredStep | None:
+    def find_result(self, key: str) -> MeasuredStep | None:
         return self._known[key] if key in self._valid else None
 
-    def add(self, key: str, step: MeasuredStep) -> None:
+    def add_result(self, key: str, step: MeasuredStep) -> None:
         self._known[key] = step
         self._valid.add(key)
         runs = {name: asdict(known) for name, known in self._known.items()}
@@ -50,7 +50,7 @@ def measurement_key(purpose: str, graph_file: Path, options: Mapping[str, Any], 
     return f"{purpose}-{digest}"
 
 
-def _read(path: Path) -> dict[str, MeasuredStep]:
+def _read_lines(path: Path) -> dict[str, MeasuredStep]:
     if not path.is_file():
         return {}
     try:

@@ -38,28 +38,28 @@ def run_graph(config: Path, run_dir: Path, *, steps: int, limit_s: float | None 
     log, began_s = run_dir.with_name(f"{run_dir.name}.log"), time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command(config, run_dir, steps), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            run_command(config, run_dir, steps), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             status = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             raise RunTimedOut(f"{run_dir.name} had not ended after {limit_s:.3g} s") from None
         finally:
-            end(process)
+            end_process(process)
     if status:
         told = "\n".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-TOLD_LINES:])
         raise FlowrlError(f"a run that was to be measured ended with status {status}; the end of {log}:\n{told}")
     return time.monotonic() - began_s
 
 
-def command(config: Path, run_dir: Path, steps: int) -> list[str]:
+def run_command(config: Path, run_dir: Path, steps: int) -> list[str]:
     """The command of a measured run: it keeps and saves nothing that takes time, and traces every event."""
     own = ("--steps", str(steps), "--run-dir", str(run_dir), "--plain", "--trace", "full")
     without = ("--save-minutes", "0", "--save-every", "0", "--keep-samples", "off", "--keep-episodes", "0")
     return [sys.executable, "-m", "flowrl.cli", "run", "--config", str(config), *own, *without]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
     """End the run, unless it has ended: in order, then at once, then by SIGKILL to everything in its session."""
     for patience_s in (ORDERLY_S, ENDED_WITHIN_S):
         if process.poll() is not None:

@@ -27,12 +27,12 @@ SHARE = 0.85
 STALENESS = (0, 1, 2, 4, 8)
 
 
-def placements(tuned: TunedGraph, *, wide: bool = False) -> list[TunedPlacement]:
+def find_placements(tuned: TunedGraph, *, wide: bool = False) -> list[TunedPlacement]:
     """All placements that fit, each once, the default first. `wide`: those to measure, with any staleness and in
     admission order, regardless of what the user gave for these."""
-    found = [] if wide else [*_default(tuned)]
+    found = [] if wide else [*_default_placement(tuned)]
     free = replace(tuned, fixed=tuned.fixed - {"staleness", "look_ahead"}) if wide else tuned
-    for devices, time in product(device_ways(tuned), _timing(free, wide=wide)):
+    for devices, time in product(device_ways(tuned), _staleness_options(free, wide=wide)):
         if "time_share" in devices and time.get("staleness") and free.may_change("staleness"):
             continue  # stages work one after the other: staleness gains nothing
         if (placement := _fitting(free, {**devices, **time})) is not None:
@@ -45,10 +45,10 @@ def placements(tuned: TunedGraph, *, wide: bool = False) -> list[TunedPlacement]
     return list(once.values())
 
 
-def _default(tuned: TunedGraph) -> Iterator[TunedPlacement]:
+def _default_placement(tuned: TunedGraph) -> Iterator[TunedPlacement]:
     """The placement of a run without further options, if it fits."""
     with suppress(TooLarge):
-        default = tuned.placed({}, is_default=True)
+        default = tuned.place_options({}, is_default=True)
         yield from (default,) if default is not None else ()
 
 
@@ -61,13 +61,13 @@ def _fitting(tuned: TunedGraph, options: Overrides) -> TunedPlacement | None:
         savings = [way for way in ways if tuned.may_change(*way)]
     for saving in savings:
         with suppress(TooLarge):
-            return tuned.placed({**options, **saving})
+            return tuned.place_options({**options, **saving})
     return None
 
 
-def _timing(tuned: TunedGraph, *, wide: bool) -> list[Overrides]:
+def _staleness_options(tuned: TunedGraph, *, wide: bool) -> list[Overrides]:
     """Staleness and look-ahead. `wide`: in admission order, so that a staleness of 0 is possible."""
-    if not has_option(tuned.cfg, "staleness") or tuned.base.admission is None:
+    if not has_option(tuned.cfg, "staleness") or tuned.base_graph.admission is None:
         return [{}]
     own = value_of(tuned.cfg, "staleness")
     most = own if tuned.most_staleness is None else tuned.most_staleness
@@ -76,10 +76,10 @@ def _timing(tuned: TunedGraph, *, wide: bool) -> list[Overrides]:
     found: list[Overrides] = [{"staleness": bound} for bound in bounds]
     if not tuned.may_change("look_ahead"):
         return found
-    if wide or tuned.base.admission.look_ahead > 1:
+    if wide or tuned.base_graph.admission.look_ahead > 1:
         ordered: list[Overrides] = [{"staleness": bound, "look_ahead": 1} for bound in bounds]
         return ordered if wide else [*found, *ordered]
-    groups = derive_numbers(tuned.base).groups_per_batch
+    groups = derive_numbers(tuned.base_graph).groups_per_batch
     if groups and value_of(tuned.cfg, "on_limit") == "wait":
         found += [{"staleness": bound, "look_ahead": groups + 1} for bound in bounds if bound >= 2]
     return found

@@ -41,7 +41,7 @@ class StageTimes:
         self._seconds = {size: fmean(values) for size, values in found.items()}
         self._fewest = min(size.replicas for size in self._seconds)
 
-    def covers(self, size: StageSize) -> bool:
+    def covers_size(self, size: StageSize) -> bool:
         """Whether the size was measured, or its replicas and units lie between measured ones and the law of the units
         is known: a single size does not determine that law."""
         replicas = [known.replicas for known in self._seconds]
@@ -50,7 +50,7 @@ class StageTimes:
         known = {one.units for one in self._seconds if one.replicas == self._fewest}
         return size in self._seconds or (between and (size.units in known or len(known) > 1))
 
-    def seconds(self, size: StageSize) -> float:
+    def stage_seconds(self, size: StageSize) -> float:
         """Busy seconds of a replica in a step."""
         if size in self._seconds:
             return self._seconds[size]
@@ -59,7 +59,7 @@ class StageTimes:
     def _by_units(self, units: int) -> float:
         """T for the fewest replicas that were measured."""
         points = {size.units: seconds for size, seconds in self._seconds.items() if size.replicas == self._fewest}
-        return amdahl(points, units)
+        return amdahl_seconds(points, units)
 
     def _by_replicas(self, replicas: int) -> float:
         """r, from the sizes with more replicas."""
@@ -67,10 +67,10 @@ class StageTimes:
         for size, seconds in self._seconds.items():
             if size.replicas != self._fewest:
                 ratios.setdefault(size.replicas, []).append(seconds / max(self._by_units(size.units), 1e-12))
-        return amdahl({count: fmean(values) for count, values in ratios.items()}, replicas)
+        return amdahl_seconds({count: fmean(values) for count, values in ratios.items()}, replicas)
 
 
-def amdahl(points: Mapping[int, float], size: int) -> float:
+def amdahl_seconds(points: Mapping[int, float], size: int) -> float:
     """The value at `size` by a + b / size through the two neighbouring points, or the two outermost ones."""
     if size in points:
         return points[size]

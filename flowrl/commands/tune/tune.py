@@ -18,14 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flowrl.commands.prepare import Prepared, prepare
+from flowrl.commands.prepare import Prepared, prepare_graph
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.commands.tune.calibration import Calibration, calibration_runs
 from flowrl.commands.tune.measured_step import FEWEST, SKIPPED, MeasuredStep, measured_step
 from flowrl.commands.tune.measurements import Measurements, measurement_key
 from flowrl.commands.tune.measuring_run import RunTimedOut, remove_heavy, run_graph
-from flowrl.commands.tune.placements import placements
-from flowrl.commands.tune.tune_report import TunedRow, chosen, in_order, records, table
+from flowrl.commands.tune.placements import find_placements
+from flowrl.commands.tune.tune_report import TunedRow, choose_row, in_order, row_records, row_table
 from flowrl.commands.tune.tuned_graph import TunedGraph
 from flowrl.commands.tune.tuned_placement import TunedPlacement
 from flowrl.errors import ConfigError, FlowrlError, GraphError
@@ -79,34 +79,36 @@ class TuneOptions:
             raise ConfigError(f"--budget is {self.budget}; it has to be above 0")
 
 
-def tune(args: Sequence[str]) -> int:
+def tune_graph(args: Sequence[str]) -> int:
     """Measure, predict, verify, choose; returns the exit status. Raises FlowrlError."""
-    prepared = prepare("tune", (TuneOptions,), args)
+    prepared = prepare_graph("tune", (TuneOptions,), args)
     (options,) = prepared.own
-    cluster = _cluster(options)
+    cluster = _parse_cluster(options)
     with user_code(prepared.file.path):
-        found, runs, tuned = _placements(prepared, options, cluster)
+        found, runs, tuned = _list_placements(prepared, options, cluster)
     if options.dry_run:
-        return _show(found, runs, options)
+        return _show_rows(found, runs, options)
     if len(found) == 1:
-        print_text(f"flowrl: the given options leave one placement, {found[0].words}", stream=sys.stderr)
+        print_text(f"flowrl: the given options leave one placement, {found[0].in_words}", stream=sys.stderr)
     directory = options.run_dir or Path("runs") / f"tune-{prepared.graph.name}"
     _refuse_files(options, directory)
     with lock_directory(directory, option="--run-dir", holder="flowrl tune"):
         with ending_in_order():
             tuning = Tuning(prepared, options, tuned, directory)
-            rows = tuning.rows(found, runs)
-        best = chosen(rows)
+            rows = tuning.make_rows(found, runs)
+        best = choose_row(rows)
         if best is None:
             raise FlowrlError(
                 f"--budget {options.budget:g}: the time was up before a step could be predicted; what was measured is "
                 f"in {directory}, and the same command goes on with it"
             )
-        _report(rows, best, _write(prepared, best.placement, options.save_config or directory / CHOSEN), options)
+        _print_report(
+            rows, best, _write_files(prepared, best.placement, options.save_config or directory / CHOSEN), options
+        )
     return 0
 
 
-def _cluster(options: TuneOptions) -> Cluster:
+def _parse_cluster(options: TuneOptions) -> Cluster:
     elsewhere = bool(os.environ.get("RAY_ADDRESS"))
     if options.cluster and not (options.dry_run or elsewhere):
         raise ConfigError(
@@ -118,7 +120,7 @@ def _cluster(options: TuneOptions) -> Cluster:
     return Cluster.parse(options.cluster) if options.cluster else Cluster.here()
 
 
-def _placements(
+def _list_placements(
     prepared: Prepared, options: TuneOptions, cluster: Cluster
 ) -> tuple[list[TunedPlacement], list[TunedPlacement], TunedGraph]:
     """(placements that fit, placements to measure, the graph). Raises GraphError and ConfigError."""
@@ -127,10 +129,10 @@ def _placements(
         raise GraphError(report.problems)
     tuned = TunedGraph(prepared.file, prepared.cfg, cluster, prepared.asked, options.most_staleness)
     assert tuned.trainer
-    found = placements(tuned)
+    found = find_placements(tuned)
     if not found:
         raise GraphError(report.problems or ("no placement of the graph fits; flowrl check says what it needs.",))
-    runs = calibration_runs(placements(tuned, wide=True))
+    runs = calibration_runs(find_placements(tuned, wide=True))
     longest = max(one.ahead for one in (*found, *runs))
     if options.steps < (least := SKIPPED + FEWEST + longest):
         raise ConfigError(
@@ -162,45 +164,47 @@ class Tuning:
     _over: bool = False
     """Whether the time budget is used up."""
 
-    def rows(self, found: Sequence[TunedPlacement], runs: Sequence[TunedPlacement]) -> list[TunedRow]:
+    def make_rows(self, found: Sequence[TunedPlacement], runs: Sequence[TunedPlacement]) -> list[TunedRow]:
         """Predictions for all of `found` from measurements of `runs`; the fastest predictions are verified."""
         self._measurements = Measurements(self.directory, again=self.options.again)
-        keys = [self._key("calibrate", one) for one in runs]
-        if any(self._measurements.get(key) is None for key in keys):
-            self._preflight()
-        measured = [(one, self._measured("calibrate", one, f"{i} of {len(runs)}")) for i, one in enumerate(runs, 1)]
+        keys = [self._result_key("calibrate", one) for one in runs]
+        if any(self._measurements.find_result(key) is None for key in keys):
+            self._run_preflight()
+        measured = [
+            (one, self._measure_placement("calibrate", one, f"{i} of {len(runs)}")) for i, one in enumerate(runs, 1)
+        ]
         calibration = Calibration(tuple((one, step) for one, step in measured if step is not None))
-        rows = in_order([TunedRow(one, calibration.predict(one)) for one in found])
+        rows = in_order([TunedRow(one, calibration.predict_placement(one)) for one in found])
         first = [row for row in rows if row.predicted is not None][: self.options.verify]
         for number, row in enumerate(first, 1):
-            step = self._measured("verify", row.placement, f"{number} of {len(first)}")
+            step = self._measure_placement("verify", row.placement, f"{number} of {len(first)}")
             rows[rows.index(row)] = replace(row, verified=step)
         return rows
 
-    def _preflight(self) -> None:
+    def _run_preflight(self) -> None:
         """Do once the checks that a run does before it starts: models, data, reward."""
         from flowrl.runtime.driver.launch import preflight
 
         preflight(self.prepared.graph, self.prepared.file.path)
 
-    def _measured(self, purpose: str, placement: TunedPlacement, which: str) -> MeasuredStep | None:
+    def _measure_placement(self, purpose: str, placement: TunedPlacement, which: str) -> MeasuredStep | None:
         """The mean step of a placement, measured now or before; None if there is no time to measure it."""
-        key = self._key(purpose, placement)
-        known = self._measurements.get(key)
+        key = self._result_key(purpose, placement)
+        known = self._measurements.find_result(key)
         how = "measured before" if known is not None else "measuring"
         if known is None and not self._has_time():
             how = f"left out, --budget {self.options.budget:g} is over"
-        self._report(f"{purpose} {which}: {placement.words}: {how}")
+        self._report_run(f"{purpose} {which}: {placement.in_words}: {how}")
         if known is not None or not self._has_time():
             return known
         try:
-            step = self._run(key, placement)
+            step = self._run_placement(key, placement)
         except RunTimedOut:
             self._over = True
-            self._report(f"{purpose} {which}: ended, --budget {self.options.budget:g} is over")
+            self._report_run(f"{purpose} {which}: ended, --budget {self.options.budget:g} is over")
             return None
         self._longest_s = max(self._longest_s, step.wall_s)
-        self._measurements.add(key, step)
+        self._measurements.add_result(key, step)
         return step
 
     def _has_time(self) -> bool:
@@ -210,14 +214,14 @@ class Tuning:
         budget = self.options.budget
         return float("inf") if budget is None else 60 * budget - (time.monotonic() - self._began_s)
 
-    def _run(self, key: str, placement: TunedPlacement) -> MeasuredStep:
+    def _run_placement(self, key: str, placement: TunedPlacement) -> MeasuredStep:
         """Run a placement, and read how long its steps took."""
         cfg = changed_config(self.tuned.measured_cfg, placement.options)
         config, run_dir = self.directory / f"{key}.yaml", self.directory / key
         config.write_text(run_file_text(self.prepared.file.shown, dump_options(cfg)), encoding="utf-8")
         load, left_s = os.getloadavg()[0], self._left_s()
         limit_s = None if self.options.budget is None else left_s
-        public = node_roles(self.tuned.base)
+        public = node_roles(self.tuned.base_graph)
         stages = {stage.node: (public.get(stage.node, stage.node), stage.size.replicas) for stage in placement.stages}
         try:
             wall_s = run_graph(config, run_dir, steps=self.options.steps, limit_s=limit_s)
@@ -227,7 +231,7 @@ class Tuning:
         finally:  # also for a run that was interrupted
             remove_heavy(run_dir)
 
-    def _key(self, purpose: str, placement: TunedPlacement) -> str:
+    def _result_key(self, purpose: str, placement: TunedPlacement) -> str:
         cfg = changed_config(self.tuned.measured_cfg, placement.options)
         return measurement_key(purpose, self.prepared.file.path, dump_options(cfg), **self._circumstances)
 
@@ -241,11 +245,11 @@ class Tuning:
         }
 
     @staticmethod
-    def _report(text: str) -> None:
+    def _report_run(text: str) -> None:
         print_text(text, stream=sys.stderr, flush=True)
 
 
-def _write(prepared: Prepared, placement: TunedPlacement, path: Path) -> Path:
+def _write_files(prepared: Prepared, placement: TunedPlacement, path: Path) -> Path:
     """Write the run file of a placement, with the user's own options."""
     of_run = {name: str(value) if isinstance(value, Path) else value for name, value in prepared.of_run.items()}
     cfg = changed_config(prepared.cfg, placement.options)
@@ -256,27 +260,27 @@ def _write(prepared: Prepared, placement: TunedPlacement, path: Path) -> Path:
     return path
 
 
-def _show(found: Sequence[TunedPlacement], runs: Sequence[TunedPlacement], options: TuneOptions) -> int:
+def _show_rows(found: Sequence[TunedPlacement], runs: Sequence[TunedPlacement], options: TuneOptions) -> int:
     """Print placements and runs; nothing was started."""
     if options.json:
-        plain = [[{"placement": one.words, "options": one.text} for one in some] for some in (found, runs)]
+        plain = [[{"placement": one.in_words, "options": one.as_options} for one in some] for some in (found, runs)]
         print_text(json.dumps(dict(zip(("placements", "runs"), plain, strict=True))))
         return 0
     for title, some in ((f"{len(found)} placements fit:", found), (f"\n{len(runs)} runs would be measured:", runs)):
         print_text(title)
         for placement in some:
-            print_text(f"  {placement.words}\n      {placement.text}")
+            print_text(f"  {placement.in_words}\n      {placement.as_options}")
     return 0
 
 
-def _report(rows: Sequence[TunedRow], best: TunedRow, path: Path, options: TuneOptions) -> None:
+def _print_report(rows: Sequence[TunedRow], best: TunedRow, path: Path, options: TuneOptions) -> None:
     loads = [row.verified.load for row in rows if row.verified is not None]
     if options.json:
-        print_text(json.dumps({"config": str(path), "rows": list(records(rows, best))}))
+        print_text(json.dumps({"config": str(path), "rows": list(row_records(rows, best))}))
         return
-    print_text(table(rows, best))
+    print_text(row_table(rows, best))
     if missing := sum(row.predicted is None for row in rows):
         print_text(f"\n{missing} without a prediction: the time was up before the runs that it needs were measured")
     if loads:
         print_text(f"\nload average before the verified runs: {min(loads):.1f} to {max(loads):.1f}")
-    print_text(f"\nchosen: {best.placement.text}\nflowrl run --config {path}")
+    print_text(f"\nchosen: {best.placement.as_options}\nflowrl run --config {path}")

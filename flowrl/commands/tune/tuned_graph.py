@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from flowrl.commands.fit import Overrides
-from flowrl.commands.tune.tuned_placement import TunedPlacement, generates, placement_of
+from flowrl.commands.tune.tuned_placement import TunedPlacement, is_generator, placement_of
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.branches import Branches
 from flowrl.graph.analysis.check import check
@@ -41,7 +41,7 @@ class TunedGraph:
     most_staleness: int | None = None
     """None: that of `cfg`."""
 
-    def placed(self, options: Overrides, *, is_default: bool = False) -> TunedPlacement | None:
+    def place_options(self, options: Overrides, *, is_default: bool = False) -> TunedPlacement | None:
         """The placement of these options; None if it changes what was given, or the checks refuse it.
 
         Raises TooLarge if it asks for more than the cluster has, and nothing else is wrong with it.
@@ -71,19 +71,19 @@ class TunedGraph:
         return cfg
 
     @cached_property
-    def whole(self) -> Graph:
+    def whole_graph(self) -> Graph:
         """The user's graph, with the options as given."""
         return self.file.build(self.cfg)
 
     @cached_property
-    def base(self) -> Graph:
+    def base_graph(self) -> Graph:
         """The graph of measured runs."""
         return self.file.build(self.measured_cfg)
 
     @cached_property
     def trainer(self) -> str:
         """The main trainer's node. Raises ConfigError if the graph has none."""
-        trainers = Branches(self.base).trainers
+        trainers = Branches(self.base_graph).trainers
         if not trainers:
             raise ConfigError(
                 f"{self.file.shown} trains nothing, so it has no steps to make shorter; flowrl tune takes graphs with "
@@ -94,7 +94,7 @@ class TunedGraph:
     @cached_property
     def generator(self) -> str:
         """The node that samples, "" if there is none."""
-        names = (name for name, placed in self.base.placed.items() if generates(placed.node) and placed.heavy)
+        names = (name for name, placed in self.base_graph.placed.items() if is_generator(placed.node) and placed.heavy)
         return next(names, "")
 
     @cached_property

@@ -41,13 +41,13 @@ class TunedPlacement:
     """Whether this is the placement of a run without further options."""
 
     @property
-    def text(self) -> str:
+    def as_options(self) -> str:
         """Its options as they are written on the command line."""
         whole = {name: int(value) if _is_whole(value) else value for name, value in self.options.items()}
         return option_text(whole) or "as it is"
 
     @property
-    def words(self) -> str:
+    def in_words(self) -> str:
         """The placement, in words."""
         parts = [f"{stage.node} {stage.size}" for stage in self.stages]
         parts += ["in turns"] if self.num_lines == 1 and len(self.stages) > 1 else []
@@ -82,7 +82,7 @@ def placement_of(graph: Graph, report: Report, options: Overrides, *, is_default
     numbers = report.plan.numbers
     return TunedPlacement(
         options,
-        tuple(_stage(graph, report, name) for name, placed in graph.placed.items() if placed.heavy),
+        tuple(_make_stage(graph, report, name) for name, placed in graph.placed.items() if placed.heavy),
         ahead=numbers.ahead or 0,
         window=numbers.window is not None and numbers.window != 1,
         staleness=None if graph.admission is None else graph.admission.staleness,
@@ -91,16 +91,16 @@ def placement_of(graph: Graph, report: Report, options: Overrides, *, is_default
     )
 
 
-def _stage(graph: Graph, report: Report, name: str) -> PlacedStage:
+def _make_stage(graph: Graph, report: Report, name: str) -> PlacedStage:
     placed = graph.placed[name]
     hosts = [host for host in report.plan.hosts if any(one.partition("/")[0] == name for one in host.nodes)]
     units = min(len(host.gpus) or len(host.cores) for host in hosts)
     cores = frozenset((host.machine, core) for host in hosts if not host.gpus for core in host.cores)
     size = StageSize(placed.replicas, units, on_gpus=any(host.gpus for host in hosts))
-    return PlacedStage(name, size, hosts[0].lease, cores, generates(placed.node))
+    return PlacedStage(name, size, hosts[0].lease, cores, is_generator(placed.node))
 
 
-def generates(node: object) -> bool:
+def is_generator(node: object) -> bool:
     """Whether a node samples from the policy, by the same rule as in `flowrl.runtime.telemetry.metrics.node_roles`."""
     return type(node).__name__.lower().endswith("generator")
 

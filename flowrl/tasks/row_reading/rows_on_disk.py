@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flowrl.errors import ConfigError
-from flowrl.hub import gigabytes, to_stderr
+from flowrl.hub import gb_text, to_stderr
 from flowrl.machine.cache import cache_dir, cached_directory
 from flowrl.machine.disk import DiskRoom
 from flowrl.tasks.row_reading.record_formats import (
@@ -239,7 +239,7 @@ def plain_file(path: Path, split: str = "") -> Path:
             for part in copy_parts(path, split):
                 room.require_room()
                 room.num_bytes += target.write(part)
-        to_stderr(f"{path}: {gigabytes(room.num_bytes)} of rows in {home}")
+        to_stderr(f"{path}: {gb_text(room.num_bytes)} of rows in {home}")
 
     recipe |= {"split": split} if path.is_dir() else {}
     try:

@@ -8,9 +8,9 @@ MUTANTS = (
     Mutant(
         name="own_default_of_part_lost",
         fault="an option of a part gets the part's default, and not that which the configuration gives to the part",
-        function="_declared",
-        before="value = _default(field) if values is dataclasses.MISSING else getattr(values, field.name)",
-        after="value = _default(field)",
+        function="_declared_options",
+        before="value = _default_value(field) if values is dataclasses.MISSING else getattr(values, field.name)",
+        after="value = _default_value(field)",
         test="tests/recipes/test_option_parts.py::test_a_part_is_checked_within_its_configuration",
     ),
     Mutant(

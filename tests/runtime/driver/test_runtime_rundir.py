@@ -98,8 +98,8 @@ def test_a_quickstart_has_a_directory_of_its_own(
         return Result(taken[-1].path, Outcome(0, {}, False, 0.0), None)
 
     monkeypatch.setattr(Launch, "run", claimed)
-    monkeypatch.setattr(quickstart, "report", lambda run_dir, evaluations, *, control: print(run_dir) or 0)
-    assert [quickstart.train(QuickstartOptions(steps=3)) for _ in range(2)] == [0, 0]
+    monkeypatch.setattr(quickstart, "print_records", lambda run_dir, evaluations, *, control: print(run_dir) or 0)
+    assert [quickstart.train_quickstart(QuickstartOptions(steps=3)) for _ in range(2)] == [0, 0]
     assert capsys.readouterr().out.split() == ["runs/quickstart-now", "runs/quickstart-now-2"]
     for one in taken:
         one.release()
@@ -116,7 +116,7 @@ def test_a_quickstart_that_was_interrupted_is_reported(
 ) -> None:
     monkeypatch.setattr(audit, "audit", lambda run_dir: SimpleNamespace(ok=True, figures={"bound": 1}))
     (tmp_path / "metrics.jsonl").write_text(lines)
-    assert quickstart.report(tmp_path, evaluations, control=False) == 0
+    assert quickstart.print_records(tmp_path, evaluations, control=False) == 0
     told = capsys.readouterr().out
     assert "interrupted before its last evaluation" in told and told.endswith("audit: ok\n")
     assert ("max staleness        1 (bound 1)" in told) == bool(lines)
