@@ -22,13 +22,14 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.messages.forest import Prefixes, Tokens, num_unique, order_key
+from flowrl.messages.forest import Prefixes, Tokens, num_shared, num_unique, order_key
 
 Passes = tuple[tuple[Tokens, ...], ...]
 """The sequences of each pass over a unit: one pass, or two if it has mismatched completions."""
@@ -208,16 +209,22 @@ def require_budget(
 
 @dataclass(frozen=True)
 class ByTree:
-    """Trees; `passes` holds the passes over each sequence of the batch, by the sequence's number."""
+    """Trees; `passes` holds the passes over each sequence of the batch, by the sequence's number.
+
+    Where every unit is one sequence with one pass, as nearly always, a range in depth-first order has the tokens of its
+    sequences less what each shares with the one before it. Keys and shared tokens are computed once for a batch.
+    """
 
     token_budget: int
     passes: Sequence[Sequence[Tokens]]
+    _keys: dict[int, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shared: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def deal(self, units: Sequence[PackedUnit], n: int) -> list[list[PackedUnit]]:
         ordered = self._in_order(units)
         if n == 1 or not ordered:
             return [ordered, *([] for _ in range(n - 1))]
-        whole = self.num_places(ordered)
+        whole = self._num_in_order(ordered)
         low, high = whole // n, whole
         parts = [ordered]
         while high - low > max(1, low // COARSE):
@@ -239,13 +246,13 @@ class ByTree:
     def _even_parts(self, ordered: Sequence[PackedUnit], parts: list[list[PackedUnit]]) -> list[list[PackedUnit]]:
         """Ranges of about equal sizes, as many as `parts`, if there are such: the largest one decides how much memory
         a step needs, and the number of ranges how long it takes."""
-        sizes = [self.num_places(part) for part in parts]
+        sizes = [self._num_in_order(part) for part in parts]
         cap = sum(sizes) // len(parts) + max(self.size(unit) for unit in ordered)
         even = self._cut_ranges(ordered, cap) if cap < max(sizes) else parts
         return even if len(even) <= len(parts) else parts
 
     def size(self, unit: PackedUnit) -> int:
-        return self.num_places([unit])
+        return self._num_in_order([unit])
 
     def num_places(self, units: Sequence[PackedUnit]) -> int:
         """Tokens of the larger pass over these units."""
@@ -254,9 +261,30 @@ class ByTree:
             filled.add(self._passes_over(unit))
         return filled.size
 
+    def _num_in_order(self, ordered: Sequence[PackedUnit]) -> int:
+        """As `num_places`, of units in depth-first order."""
+        if not self._are_single(ordered):
+            return self.num_places(ordered)
+        indices = [unit.indices[0] for unit in ordered]
+        alone = sum(len(self.passes[index][0]) for index in indices)
+        return alone - sum(self._shared_by(*neighbours) for neighbours in pairwise(indices))
+
     def _cut_ranges(self, ordered: Sequence[PackedUnit], cap: int) -> list[list[PackedUnit]]:
         """Ranges of units of at most `cap` tokens; a larger unit forms a range by itself."""
         parts: list[list[PackedUnit]] = []
+        if self._are_single(ordered):
+            size = before = 0
+            for unit in ordered:
+                (index,) = unit.indices
+                alone = len(self.passes[index][0])
+                size += alone - self._shared_by(before, index) if parts else alone
+                if parts and size <= cap:
+                    parts[-1].append(unit)
+                else:
+                    parts.append([unit])
+                    size = alone
+                before = index
+            return parts
         filled = _Filled()
         for unit in ordered:
             passes = self._passes_over(unit)
@@ -270,7 +298,19 @@ class ByTree:
         return parts
 
     def _in_order(self, units: Sequence[PackedUnit]) -> list[PackedUnit]:
-        return sorted(units, key=lambda unit: (order_key(self.passes[unit.indices[0]][0]), unit.indices))
+        for unit in units:
+            if unit.indices[0] not in self._keys:
+                self._keys[unit.indices[0]] = order_key(self.passes[unit.indices[0]][0])
+        return sorted(units, key=lambda unit: (self._keys[unit.indices[0]], unit.indices))
+
+    def _are_single(self, units: Sequence[PackedUnit]) -> bool:
+        return all(len(unit.indices) == 1 and len(self.passes[unit.indices[0]]) == 1 for unit in units)
+
+    def _shared_by(self, one: int, other: int) -> int:
+        """Equal tokens at the beginning of two sequences."""
+        if (one, other) not in self._shared:
+            self._shared[one, other] = num_shared(self.passes[one][0], self.passes[other][0])
+        return self._shared[one, other]
 
     def _passes_over(self, unit: PackedUnit) -> Passes:
         return tuple(zip(*(self.passes[index] for index in unit.indices), strict=True))

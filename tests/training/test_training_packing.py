@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.messages.forest import num_unique
+from flowrl.messages.packing import ByTree
 
 
 def sample(index: int, length: int) -> Trainable:
@@ -160,6 +162,19 @@ def test_split_of_trees_keeps_every_invariant(
             found = [part.samples[i] for i in micro if part.samples[i].pair]
             for first, second in zip(found[::2], found[1::2], strict=True):
                 assert (first.pair, first.label, second.label) == (second.pair, 1, -1)
+
+
+@given(sizes=GROUPS, seed=st.integers(0, 1000), ranks=st.integers(1, 4), budget=st.sampled_from([0, 60, 200]))
+def test_single_sequences_are_split_as_pairs_would_be(
+    sizes: list[tuple[int, int, int]], seed: int, ranks: int, budget: int
+) -> None:
+    """What neighbours share, counted once, gives the ranges that a forest of each range gives."""
+    whole = grouped(sizes, seed, token_budget=budget, layout="tree")
+    parts = whole.split(ranks)
+    with mock.patch.object(ByTree, "_are_single", lambda self, units: False):
+        assert [(p.samples, p.micro_batches) for p in whole.split(ranks)] == [
+            (p.samples, p.micro_batches) for p in parts
+        ]
 
 
 @given(sizes=GROUPS, seed=st.integers(0, 1000), ranks=st.integers(2, 4))
