@@ -262,6 +262,31 @@ def test_a_resumed_invocation_gets_its_samples_again_and_sends_only_what_was_not
     assert [one.sample_id for one in record.sent("trunks")] == ["g:0"]
 
 
+class Returns(Branching):
+    """Does nothing again if the last of its messages was sent."""
+
+    async def branch(self, trunk: Sample) -> None:
+        if not self.trunks.was_sent():
+            await super().branch(trunk)
+
+
+def test_an_invocation_that_returns_because_all_was_sent_leaves_no_second_place(tmp_path: Path) -> None:
+    """The snapshot is taken while the trunk waits for credit: the checkpoint has all messages."""
+
+    async def first() -> None:
+        async with NodeRig(Returns(2), unread=["trunks"]) as rig:
+            rig.feed("rollouts", sample(0, group_size=2, response=3))
+            rig.feed("rollouts", sample(1, group_size=2, response=3))
+            await rig.until(lambda record: len(record.sent("prompts")) == 4)
+            await rig.snapshot(tmp_path / "saved")
+
+    asyncio.run(first())
+    record = run_node(Returns(2), resume=tmp_path / "saved")
+    assert record.derived == []
+    assert [one.sample_id for one in record.sent("trunks")] == ["g:0", "g:1"]
+    assert not {one.member for one in record.tombstones("prompts")} & {2, 3, 5, 6}
+
+
 class Asking(Node):
     """Asks for a continuation of a part of each rollout, turn by turn."""
 
