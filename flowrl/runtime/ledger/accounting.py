@@ -212,20 +212,28 @@ class Accounting:
         have been given up meanwhile. Raises FlowrlError for other samples than before, for a parent that was never
         admitted, and for one that a trainer has used.
         """
-        await self.bookings.wait_for_jobs()  # losses reported before this request count
-        while self.bookings.busy:  # other admissions were waiting too; reads in a commit would miss rows
-            await self.bookings.wait_for_jobs()
-        known, sample_ids = self.ledger.derived_from(parent_id, label), [row[0] for row in rows]
-        if known and known != {*sample_ids}:
-            raise FlowrlError(
-                f"{len(rows)} samples were derived from {parent_id!r} under {label!r}, but {len(known)} before; derive "
-                "as many as before, or under another label"
-            )
-        if not known:
-            self._open_derived(parent_id, label, rows, trainers)
+        booked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def book() -> Iterator[None]:  # a job: losses reported before this request count, and no commit is half done
+            try:
+                self._open_derived(parent_id, label, rows, trainers)
+                booked.set_result(None)
+            except FlowrlError as error:
+                booked.set_exception(error)
+            yield from ()
+
+        self.bookings.add_job(book())
+        await booked
         await self.bookings.this_tick()
 
     def _open_derived(self, parent_id: str, label: str, rows: Sequence[LedgerRow], trainers: Sequence[str]) -> None:
+        if known_ids := self.ledger.derived_from(parent_id, label):
+            if known_ids == {row[0] for row in rows}:
+                return
+            raise FlowrlError(
+                f"{len(rows)} samples were derived from {parent_id!r} under {label!r}, but {len(known_ids)} before; "
+                "derive as many as before, or under another label"
+            )
         group_id = self.ledger.group_of(parent_id)
         if group_id is None:
             raise FlowrlError(f"samples were derived from {parent_id!r}, which was never admitted")
@@ -233,7 +241,7 @@ class Accounting:
         if group is not None:
             known = group.fates.get(parent_id, {})
         else:  # the fates of the whole group are known: its state says what the parent's are
-            self.bookings.commit_all()
+            self.ledger.commit_rows()
             ticket, held, state, reason = self.ledger.closed_sample(parent_id)
             group = self._fates.open_group(group_id, ticket, held, {})
             known = dict.fromkeys(held, Fate(state=state, reason=reason))

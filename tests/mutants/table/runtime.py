@@ -337,8 +337,8 @@ MUTANTS = (
         name="derived_before_commit",
         fault="derived samples are handed out before the ledger has committed them",
         function="Accounting.derive_samples",
-        before="        await self.bookings.this_tick()",
-        after="        self.bookings.commit_later()",
+        before="await self.bookings.this_tick()",
+        after="self.bookings.commit_later()",
         test="tests/runtime/ledger/test_derived_ledger.py::test_a_repeated_derivation_changes_nothing_and_another_is_refused",
     ),
     Mutant(

@@ -135,6 +135,27 @@ def test_a_repeated_derivation_changes_nothing_and_another_is_refused(tmp_path: 
     run(body())
 
 
+def test_many_derivations_at_a_time_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """They come while a step is booked, which takes several ticks of the loop."""
+
+    async def body() -> None:
+        life = branching(tmp_path, ahead=3)
+        for group in range(8):
+            await life.admit(group)
+        parents = [one for group in range(8) for one in prompts(group)]
+        derivations = (
+            life.client.derive(one.sample_id, "branch", derived(one, 2), trainers=[POLICY]) for one in parents
+        )
+        life.accounting.bookings.add_job(iter([None] * 10))
+        async with asyncio.timeout(20):
+            await asyncio.gather(*derivations)
+        assert rows(tmp_path, "SELECT COUNT(*) FROM derived") == [(48,)]
+        life.close()
+        assert audit(tmp_path).ok, str(audit(tmp_path))
+
+    run(body())
+
+
 def test_nothing_is_derived_from_a_sample_that_a_trainer_has_used(tmp_path: Path) -> None:
     async def body() -> None:
         life = branching(tmp_path)
