@@ -142,7 +142,7 @@ def graph(cfg: Distill) -> Graph:
         g.connect(given.rollouts, judge.rollouts)
         g.connect(given.others, generator.prompts)
     g.connect(judge.scored, advantage.scored)
-    train_on_groups(g, cfg, prompts, advantage.groups, batcher, trainer, generator, followers=followers)
+    train_on_groups(g, cfg, prompts.prompts, advantage.groups, batcher, trainer, generator, followers=followers)
     add_evaluation(g, cfg, generator)
     cfg.share_devices(g, ("trainer", "teacher", "reference"))
     return g

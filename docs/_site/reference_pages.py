@@ -53,6 +53,7 @@ NODES = {
         "Sampling",
         "Limits",
         "Shaping",
+        "Replay",
         "Overlong",
         "DynamicSampling",
         "Curriculum",

@@ -143,6 +143,10 @@ class Facts:
     """Trainers: the name of their model's directory in a checkpoint."""
     held_out_sets: tuple[str, ...] = ()
     """Evaluations: the names under which answers are recorded; two nodes of a graph may not share one."""
+    max_uses: int | None = None
+    """Batchers: how often a sample is trained, if it may be trained more than once."""
+    max_reuse_age: int = 0
+    """Batchers: the most versions between the first and the last use of a sample."""
     layout: str | None = None
     """Batchers: how they pack micro-batches. Trainers: which packing they compute. rows: one row for each sequence."""
     ranks_per_part: int = 1
@@ -158,6 +162,8 @@ class Facts:
     trains: bool = False
     """Whether it records steps in the ledger. Gangs and nodes that send weights count as trainers; any other trainer
     has to declare this."""
+    asks: int = 0
+    """Sources: the most further groups that are admitted because of one sample, which waits for them (`Out.admit`)."""
     sharded: bool = False
     """Sources: each replica sends its own groups, so there may be several replicas."""
     derives: Mapping[str, int] = field(default_factory=dict)
@@ -259,6 +265,8 @@ class Context(Protocol):
     start_version: int
     max_staleness: int | None
     """Hard bound on the age of a trained token, None if the graph declares none."""
+    max_reused_age: int | None
+    """Hard bound on the age of a token that is trained again, None if none is."""
     window: int | None
     """Number of finished groups, in admission order, from which a batcher may choose; 0: any, None: no admission."""
     longest_asked: int | None
@@ -268,6 +276,8 @@ class Context(Protocol):
     trainer."""
     in_pieces: bool
     """Whether this batcher sends the groups of a batch as they finish, because its trainers accumulate gradients."""
+    has_leftovers: bool
+    """Whether groups may reach this node that the main trainer's steps do not need, because samples ask for them."""
     others_stand_in: bool
     """Whether the other replicas can do everything that this one does, so that the run continues without it."""
     gang_address: str

@@ -75,7 +75,7 @@ class LiveOut(Protocol):
     """The live side that the host attaches to an Out port."""
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None: ...
-    async def admit(self, items: Sequence[Message]) -> bool: ...
+    async def admit(self, items: Sequence[Message], asks: int, asked_by: str | None) -> bool: ...
     def was_sent(self, made_from: Sequence[Message] | None) -> bool: ...
     @property
     def num_untaken(self) -> int: ...
@@ -241,12 +241,21 @@ class Out(Port, Generic[T_co]):
         """
         await self.live.send(item, made_from)
 
-    async def admit(self, items: Sequence[T_co]) -> bool:
+    async def admit(self, items: Sequence[T_co], *, asks: int = 0, asked_by: str | None = None) -> bool:
         """Send the members of one new group as soon as a ticket is free. For sources only.
 
         Waits for the ticket; the group is recorded in the ledger before its first message leaves. Returns
         False when no further group is needed (`--steps` is reached, or the run is ending). Raises FlowrlError if
         `items` are not the prompts of one group.
+
+        From the call until all members are sent, the group belongs to every checkpoint, and the resumed run admits it
+        first, whether or not the source calls `admit` for it again; a call for the same group then returns its result.
+        So a source may change its state before the call or after it.
+
+        `asks`: how many further groups may be admitted because of each of these samples before it has its reward, those
+        included that they ask for in turn; the source declares the largest number as `Facts.asks`. Tickets are kept for
+        these groups. `asked_by` names the sample because of which this group is admitted: it takes one of the tickets
+        kept for that sample, at once.
         """
         groups = {item.group_id if isinstance(item, Prompt) else None for item in items}
         if len(groups) != 1 or None in groups:
@@ -255,7 +264,7 @@ class Out(Port, Generic[T_co]):
                 f"admit on the port {self.name!r} takes the prompts of one group; it got {len(items)} messages "
                 f"({kinds}) of {len(groups - {None})} groups"
             )
-        return await self.live.admit(items)
+        return await self.live.admit(items, asks, asked_by)
 
     def was_sent(self, *, made_from: Sequence[Message] | None = None) -> bool:
         """Whether the next message of this invocation is already among the messages that a resumed run started with.

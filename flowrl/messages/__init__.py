@@ -392,6 +392,8 @@ class Trainable(Scored):
     """Samples of one batch with the same non-empty pair are neighbours and stay together."""
     mismatched: Mismatched | None = None
     """This sample's prompt with another row's completion."""
+    times_trained: int = 0
+    """Number of batches that have used it before this one; above 0 only for samples that a batcher replays."""
 
     @classmethod
     def of(  # type: ignore[override]

@@ -11,6 +11,7 @@ from flowrl.nodes.generation.generator import Generator
 from flowrl.nodes.groups.advantage import GroupAdvantage, JoinedAdvantage
 from flowrl.nodes.groups.batch import AdaptiveKL, TokenBatch
 from flowrl.nodes.groups.group_filter import DynamicSampling
+from flowrl.nodes.groups.replay import Replay
 from flowrl.nodes.groups.selection import BestOfN, PairMaker
 from flowrl.nodes.scoring.critic import Critic
 from flowrl.nodes.scoring.preference_reference import PreferenceReference
@@ -61,6 +62,7 @@ __all__ = [
     "PromptSource",
     "Reference",
     "RemainingPrompts",
+    "Replay",
     "ResponseWriter",
     "Reward",
     "RewardModel",

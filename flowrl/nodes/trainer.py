@@ -273,6 +273,7 @@ class Trainer(ResidentNode):
             epochs=self.epochs,
             temperature=self.temperature,
             max_staleness=None if self.context.own_clock else self.context.max_staleness,
+            max_reused_age=self.context.max_reused_age,
             teacher=self._load_teacher(engine),
             router_aux_loss_coef=self.router_aux_loss_coef,
         )

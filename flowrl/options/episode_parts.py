@@ -244,7 +244,7 @@ def train_on_episodes(
     g.call(player.generate, generator.turns, affinity_margin=cfg.episodes.affinity_margin)
     episodes, followers = add_reference(g, cfg, cfg.loss.compared_with(cfg), player.episodes, trainer)
     g.connect(episodes, advantage.scored)
-    train_on_groups(g, cfg, prompts, advantage.groups, batcher, trainer, generator, followers=followers)
+    train_on_groups(g, cfg, prompts.prompts, advantage.groups, batcher, trainer, generator, followers=followers)
     if prompts.curriculum is not None:
         g.call(advantage.outcomes, prompts.outcomes)
     add_episode_evaluation(g, cfg, player, generator)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from flowrl.graph.graph import Graph, OnLimit, carried_type
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Group, Sample, Weights
+from flowrl.messages import Group, Prompt, Sample, Weights
 from flowrl.messages.episode import Episode
 from flowrl.models import Policy
 from flowrl.models.model_size import Learning
@@ -32,7 +32,6 @@ from flowrl.nodes import (
     Trainer,
 )
 from flowrl.nodes.scoring.reference import EpisodeReference, Reference
-from flowrl.nodes.sources.row_source import RowSource
 from flowrl.options.graph_config import ConfigPart, GeneratorOptions, GraphConfig, SamplingOptions
 from flowrl.options.loss_parts import GroupOptions, NormalisationOptions, PolicyLoss
 from flowrl.options.reward_parts import ResponseShaping, RewardOptions, TimedReward
@@ -214,7 +213,7 @@ def train_on_answers(
     answers, followers = add_reference(g, cfg, reference, answers, trainer)
     g.connect(answers, reward.rollouts)
     g.connect(reward.scored, advantage.scored)
-    train_on_groups(g, cfg, prompts, advantage.groups, batcher, trainer, generator, followers=followers)
+    train_on_groups(g, cfg, prompts.prompts, advantage.groups, batcher, trainer, generator, followers=followers)
     if prompts.curriculum is not None:
         g.call(advantage.outcomes, prompts.outcomes)
     add_evaluation(g, cfg, generator)
@@ -225,7 +224,7 @@ def train_on_answers(
 def train_on_groups(
     g: Graph,
     cfg: GraphConfig,
-    prompts: RowSource,
+    prompts: Out[Prompt],
     groups: Out[Group],
     batcher: TokenBatch,
     trainer: Trainer,
@@ -235,6 +234,8 @@ def train_on_groups(
 ) -> None:
     """Wire the way of `groups` to the trainer and that of its weights back to the generator, within the staleness.
 
+    `prompts` is the port that admits them.
+
     `followers` are the ports of other models that take new weights; they count in the staleness, too.
     """
     steps = cfg.get_part(StepOptions)
@@ -242,7 +243,7 @@ def train_on_groups(
     g.connect(batcher.batches, trainer.batches, dispatch="gang")  # each rank gets its part
     g.latest(trainer.weights, generator.weights)
     g.admit(
-        prompts.prompts,
+        prompts,
         until=(generator.weights, *followers),
         staleness=steps.staleness,
         on_limit=steps.on_limit,

@@ -40,14 +40,25 @@ class BatchStats:
     oldest_age: int = 0
     turn_ages: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Range of turns, by its name in a metrics line -> (sum of ages over trained tokens, number of these tokens)."""
+    reused_tokens: int = 0
+    """Tokens in the loss that an earlier batch has trained too. Nothing else here counts samples that are replayed."""
+    reused_age: int = 0
+    """Sum of the ages of these tokens."""
+    oldest_reused: int = 0
     lengths: Counter[str] = field(default_factory=Counter)
     """Name of a range of lengths -> number of samples with a trained token whose number of policy tokens is in it."""
 
     @classmethod
     def collect_stats(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
         """The statistics of `samples`; `masks` mark each sample's tokens that enter the loss in `version`'s update."""
-        stats = cls(num_samples=len(samples))
+        stats = cls(num_samples=sum(not sample.times_trained for sample in samples))
         for sample, mask in zip(samples, masks, strict=True):
+            if sample.times_trained:
+                ages = version - sample.whole_versions[mask]
+                stats.reused_tokens += ages.size
+                stats.reused_age += int(ages.sum())
+                stats.oldest_reused = max(stats.oldest_reused, int(ages.max(initial=0)))
+                continue
             stats.raw_reward += sample.raw_reward
             stats.raw_reward_squares += sample.raw_reward**2
             stats.shaped_reward += sample.reward
@@ -82,6 +93,9 @@ class BatchStats:
             whole.truncated += part.truncated
             whole.age += part.age
             whole.oldest_age = max(whole.oldest_age, part.oldest_age)
+            whole.reused_tokens += part.reused_tokens
+            whole.reused_age += part.reused_age
+            whole.oldest_reused = max(whole.oldest_reused, part.oldest_reused)
             add_pairs(whole.turn_ages, part.turn_ages)
             whole.lengths += part.lengths
         return whole
@@ -103,6 +117,13 @@ class BatchStats:
         }
         if offline:
             return of_any
+        reused: dict[str, float] = {}
+        if self.reused_tokens:
+            reused = {
+                "reused_tokens": self.reused_tokens,
+                "reused_age_mean": self.reused_age / self.reused_tokens,
+                "reused_age_max": self.oldest_reused,
+            }
         by_turn: dict[str, float] = {}
         if len(self.turn_ages) > 1:
             by_turn = {f"staleness/{name}": age / tokens for name, (age, tokens) in sorted(self.turn_ages.items())}
@@ -117,6 +138,7 @@ class BatchStats:
             "staleness_max": self.oldest_age if self.aged_tokens else None,
             **{f"reward/{name}": value / samples for name, (value, samples) in self.reward_parts.items()},
             **by_turn,
+            **reused,
         }
 
 

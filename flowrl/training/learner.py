@@ -190,6 +190,7 @@ class Learner:
         epochs: int = 1,
         temperature: float = 1.0,
         max_staleness: int | None = None,
+        max_reused_age: int | None = None,
         teacher: OutputLayer | None = None,
         router_aux_loss_coef: float = 0.0,
     ) -> None:
@@ -199,6 +200,7 @@ class Learner:
         self._epochs = epochs
         self._temperature = temperature
         self._max_staleness = max_staleness
+        self._max_reused_age = max_reused_age
         self._teacher = teacher
         self._balance_coef = router_aux_loss_coef
         self._sums = BatchSums()
@@ -323,12 +325,13 @@ class Learner:
         for sample, mask in zip(part.samples, masks, strict=True):
             sampled = mask & (sample.whole_versions >= 0)
             oldest = int(sample.whole_versions[sampled].min()) if sampled.any() else version
-            if version - oldest > self._max_staleness:
+            bound = self._max_reused_age if sample.times_trained else self._max_staleness
+            if bound is None or version - oldest > bound:
                 raise FlowrlError(
                     f"sample {sample.sample_id!r} has tokens of version {oldest}, and training would make version "
                     f"{version + 1} from version {version}: a staleness of {version - oldest}, but the graph "
-                    f"allows {self._max_staleness}. The sample was not trained on; this is an error in flowrl, please "
-                    "report it"
+                    f"allows {bound} after {sample.times_trained} earlier uses. The sample was not trained on; this is "
+                    "an error in flowrl, please report it"
                 )
 
     def _agree_on_passes(

@@ -17,12 +17,14 @@ import asyncio
 import gc
 import heapq
 import itertools
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import AsyncGeneratorType, FrameType
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
@@ -119,9 +121,19 @@ class Pending:
         self.servers: WeakSet[Any] = WeakSet()
         self.readers: set[int] = set()
         """Descriptors that the node's code, or a library that it uses, watches with `add_reader`."""
+        self.connected = False
+        """Whether the node has ever opened a connection, or started a program, on this loop."""
+        self._threads = frozenset(threading.enumerate())
         self._died = died
         self.context: Any = None
         """The node's context, which messages that its code makes report to."""
+
+    @property
+    def hears_others(self) -> bool:
+        """Whether something that the loop does not see may wake the node's own futures: a connection that the node
+        has opened, or a thread that was started since the node was made and is not the engine's."""
+        new = [thread for thread in threading.enumerate() if thread not in self._threads]
+        return self.connected or not all(_of_engine(thread) for thread in new)
 
     def adopt_task(self, task: asyncio.Task[Any]) -> None:
         """Make `task` belong to the node until it ends."""
@@ -170,6 +182,11 @@ class Pending:
 def _unseen_exception(task: asyncio.Task[Any]) -> BaseException | None:
     """The task's exception, if nobody has retrieved it yet: asyncio logs such exceptions as never retrieved."""
     return task._exception if task._log_traceback else None
+
+
+def _of_engine(thread: threading.Thread) -> bool:
+    """Whether it is a thread of flowrl, or one of an executor whose calls the loop sees."""
+    return thread.name.startswith(("flowrl-", "asyncio")) or "/" in thread.name  # a replica's own: "reward/0"
 
 
 in_node: ContextVar[Pending | None] = ContextVar("flowrl_in_node", default=None)
@@ -230,6 +247,24 @@ class HostLoop(uvloop.Loop):
             owner.called(call)
         return cast(asyncio.Future[Any], call)
 
+    async def create_connection(self, *args: Any, **kwargs: Any) -> Any:
+        return _note_connection(await super().create_connection(*args, **kwargs))
+
+    async def create_unix_connection(self, *args: Any, **kwargs: Any) -> Any:
+        return _note_connection(await super().create_unix_connection(*args, **kwargs))
+
+    async def create_datagram_endpoint(self, *args: Any, **kwargs: Any) -> Any:
+        return _note_connection(await super().create_datagram_endpoint(*args, **kwargs))
+
+    async def connect_read_pipe(self, *args: Any, **kwargs: Any) -> Any:
+        return _note_connection(await super().connect_read_pipe(*args, **kwargs))
+
+    async def subprocess_exec(self, *args: Any, **kwargs: Any) -> Any:
+        return _note_connection(await super().subprocess_exec(*args, **kwargs))
+
+    async def subprocess_shell(self, *args: Any, **kwargs: Any) -> Any:
+        return _note_connection(await super().subprocess_shell(*args, **kwargs))
+
     async def create_server(self, *args: Any, **kwargs: Any) -> Any:
         return _note_server(await super().create_server(*args, **kwargs))
 
@@ -252,6 +287,12 @@ def _note_server(server: Any) -> Any:
     if (owner := in_node.get()) is not None:
         owner.servers.add(server)
     return server
+
+
+def _note_connection(connection: Any) -> Any:
+    if (owner := in_node.get()) is not None:
+        owner.connected = True
+    return connection
 
 
 def _descriptor(fileobj: Any) -> int:
@@ -405,6 +446,12 @@ in_invocation: ContextVar[ActiveInvocation | None] = ContextVar("flowrl_in_invoc
 
 
 LOCKS = (asyncio.Lock.acquire.__code__, asyncio.Semaphore.acquire.__code__, PrioritySlots.take_slot.__code__)
+INSIDE = (
+    *(asyncio.Event.wait.__code__, asyncio.Condition.wait.__code__, asyncio.Condition.wait_for.__code__),
+    *(asyncio.Queue.get.__code__, asyncio.Queue.put.__code__, asyncio.Queue.join.__code__),
+)
+FLOWRL = str(Path(__file__).parents[1])
+"""flowrl's own nodes say what they wait for."""
 GROUP = asyncio.TaskGroup.__aexit__.__code__
 WAIT = asyncio.tasks._wait.__code__  # type: ignore[attr-defined]
 WAIT_FOR = asyncio.wait_for.__code__
@@ -419,7 +466,9 @@ def reasons_alive(activity: Activity, now_s: float) -> list[str]:
     - a task in one of the engine's waits: only another node, or the driver, ends that wait;
     - a task that waits for tasks of its own node (`await task`, gather, wait, wait_for, a TaskGroup): those tasks are
       judged separately;
-    - a task that waits for an asyncio Lock or Semaphore, or for PrioritySlots: another task ends this wait.
+    - a task that waits for an asyncio Lock or Semaphore, or for PrioritySlots: another task ends this wait;
+    - a task whose own code, not a library's, waits for a future, an Event, a Condition or a Queue (`find_inside`), if
+      the node has no connection and no thread that could end this wait: a task of the same node ends it, or the driver.
     A timer, a call in a thread, a server and a watched descriptor also keep their node alive. Anything unknown counts
     as alive: at worst a deadlock is reported as a standstill, and never a standstill as a deadlock.
     """
@@ -432,7 +481,7 @@ def reasons_alive(activity: Activity, now_s: float) -> list[str]:
         future = task._fut_waiter  # type: ignore[attr-defined]
         if future is None or future.done():  # it resumes in this tick of the loop, or in the next
             found.append(place_of(task))
-        elif task not in waiting:
+        elif task not in waiting and (pending.hears_others or not _waits_inside(task)):
             awaited = _awaited_tasks(task, future)
             if awaited is None or any(other not in pending.tasks for other in awaited):
                 found.append(place_of(task))
@@ -444,6 +493,25 @@ def reasons_alive(activity: Activity, now_s: float) -> list[str]:
         found.append("a connection")
     found = list(dict.fromkeys(found))
     return found if len(found) <= TOLD else [*found[:TOLD], f"{len(found) - TOLD} more"]
+
+
+def find_inside(activity: Activity) -> list[str]:
+    """The places where the node's own code waits for something that is the node's own, and has not said what."""
+    waiting = {wait.task for wait in activity.waits.values()}
+    return [place_of(task) for task in activity.pending.tasks if task not in waiting and _waits_inside(task)]
+
+
+def _waits_inside(task: asyncio.Task[Any]) -> bool:
+    """Whether a user's code awaits a plain future, or one of asyncio's that a task of the same loop ends."""
+    frames = list(_frames_of(task))
+    while frames and frames[-1].f_code in INSIDE:
+        frames.pop()
+    if not frames or _of_library(frames[-1]) or frames[-1].f_code.co_filename.startswith(FLOWRL):
+        return False
+    at: Any = task.get_coro()
+    while (then := getattr(at, "cr_await", None) or getattr(at, "ag_await", None)) is not None:
+        at = then
+    return type(task._fut_waiter) is asyncio.Future and type(at).__name__ == "FutureIter"  # type: ignore[attr-defined]
 
 
 def _awaited_tasks(task: asyncio.Task[Any], future: asyncio.Future[Any]) -> list[Any] | None:

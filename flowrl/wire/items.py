@@ -479,8 +479,13 @@ class PortOwner(Protocol):
     open_items: OpenItems
     activity: Activity
 
-    async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
-        """Wait for a committed ticket for one group that can reach `trainers`; None when no further group is wanted."""
+    async def admit(
+        self, samples: Sequence[Prompt], trainers: Sequence[str], asks: int, asked_by: str | None
+    ) -> int | None:
+        """Wait for a committed ticket for one group that can reach `trainers`; None when no further group is wanted.
+
+        `asks` and `asked_by` are those of `flowrl.graph.ports.Out.admit`.
+        """
 
     def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
         """Book `marker` for the trainers that get nothing made from `items`, and forward it as `forward` does."""

@@ -5,6 +5,7 @@ Waits: a send waits for credit on its lane, an admission waits for a ticket. Bot
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,15 @@ from flowrl.wire.items import Item, PortOwner, current, samples_of
 
 Kept = tuple[str, str, Envelope]
 """A message that a checkpoint stores for an edge: (edge, consumer as in `OutEdge.addressed`, message)."""
+
+
+@dataclass(frozen=True)
+class GroupOffer(Message):
+    """A group that a source admits; see `flowrl.graph.ports.Out.admit`."""
+
+    prompts: tuple[Prompt, ...]
+    asks: int = 0
+    asked_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,11 @@ class Outbound:
         """Number of sends outside of invocations that wait now. A resumed run repeats these sends with the same ids."""
         self._admitted: dict[int, list[bytes]] = {}
         """Ticket -> ids of the members already sent, for groups whose other members still wait for credit."""
+        self.offers: dict[str, GroupOffer] = {}
+        """Group -> its offer, from the call of `admit` until all members are sent. A group that nobody wanted stays:
+        a later run that wants more groups begins with it."""
+        self.offered_again: dict[str, asyncio.Task[bool]] = {}
+        """Group offered in a checkpoint -> the task that admits it, until its source asks for it again."""
         self._restoring: list[Kept] = []
         """Messages from a checkpoint that still wait for credit."""
         self._waiting: dict[bytes, WaitingSend] = {}
@@ -98,20 +113,33 @@ class Outbound:
         finally:
             self._outside -= 1
 
-    async def admit(self, items: Sequence[Message]) -> bool:
+    async def admit(self, items: Sequence[Message], asks: int, asked_by: str | None) -> bool:
         """Wait for a ticket and send one group's prompts under it. False if no further group is wanted."""
         prompts = cast(Sequence[Prompt], items)  # `Out.admit` has checked that they are
+        if (admitting := self.offered_again.pop(prompts[0].group_id, None)) is not None:
+            return await asyncio.shield(admitting)
+        return await self.admit_offer(GroupOffer(tuple(prompts), asks, asked_by))
+
+    async def admit_offer(self, offer: GroupOffer) -> bool:
+        """`admit` for a group that this run has not offered before."""
+        group_id = offer.prompts[0].group_id
+        self.offers[group_id] = offer
         began = time.time_ns()
-        with self._activity.waiting("ticket", self.port, inside=in_invocation.get()):
-            ticket = await self._owner.admit(prompts, sorted(self.trainers))
+        try:
+            with self._activity.waiting("ticket", self.port, inside=in_invocation.get()):
+                ticket = await self._owner.admit(offer.prompts, sorted(self.trainers), offer.asks, offer.asked_by)
+        except asyncio.CancelledError:  # the source takes its offer back
+            del self.offers[group_id]
+            raise
         self._owner.trace_wait("ticket", began)
         if ticket is None:
             return False
-        for prompt in prompts:
+        for prompt in offer.prompts:
             key = source_id(self._open_items.node.split("/")[0], prompt.sample_id)
             await self._send_once(Envelope(key, ticket, prompt.group_id, prompt.member, prompt), ())
             self._admitted.setdefault(ticket, []).append(key)
         self._admitted.pop(ticket, None)
+        del self.offers[group_id]
         return True
 
     def was_sent(self, made_from: Sequence[Message] | None) -> bool:

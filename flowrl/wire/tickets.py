@@ -13,8 +13,14 @@ most S + ceil((W − 1) / P) newer than any of its tokens.
 The bound holds for each trainer separately, in its own versions: a group that a trainer leaves out does not count as
 ahead of other groups.
 
+A sample may ask for further groups, and stay unfinished until they are (a proposal waits for its solvers). Tickets are
+kept for these groups from the admission of the asking group on: a group takes a ticket only if one is left for itself
+and for every group that it and the open groups before it may still ask for. So a group that was asked for never waits
+for a ticket, whatever the order in which groups are trained, and every open group can finish. It is admitted even when
+the steps need no more groups, because the group that asked for it is one that they need.
+
 Both classes are pure: they never wait. What ends a wait for a ticket: `left_out`, `trained`, `made`,
-`holds`, `died`, `resume`; it ends for good with `close`, or when the last wanted group is trained.
+`holds`, `died`, `resume`, `release_kept`; it ends for good with `close`, or when the last wanted group is trained.
 """
 
 from __future__ import annotations
@@ -68,16 +74,36 @@ class Tickets:
         """Open ticket -> the trainers that its group can reach."""
         self._num_untrained = 0
         """Length of `untrained()`."""
+        self._kept: dict[str, int] = {}
+        """Sample -> the number of tickets kept for the groups that it may still ask for."""
+        self._num_kept = 0
         self._next = 0
         self._pauses: list[str] = []
 
-    def try_admit(self, trainers: Sequence[str] | None = None) -> int | None:
+    def try_admit(
+        self,
+        trainers: Sequence[str] | None = None,
+        *,
+        asks: Mapping[str, int] | None = None,
+        asked_by: str | None = None,
+    ) -> int | None:
         """Take the next ticket. Returns None if the next group has to wait; `why_waiting` returns the reason.
 
-        `trainers`: those that the group can reach; all by default.
+        `trainers`: those that the group can reach; all by default. `asks`: sample of the group -> how many groups may
+        be admitted because of it, those included that they ask for themselves. `asked_by`: the sample because of which
+        this group is admitted; tickets are kept for it (`num_kept_for`).
         """
-        if self.closed or self._pauses or self.num_wanted == 0 or self._all_out():
+        asks = asks or {}
+        needed = 1 + sum(asks.values())
+        if self.closed or self._pauses:
             return None
+        if asked_by is not None:
+            assert self._kept[asked_by] >= needed, f"{asked_by} may ask for fewer groups"
+            self._keep(asked_by, self._kept[asked_by] - needed)
+        elif self.num_wanted == 0 or self._all_out(needed):
+            return None
+        for sample, number in asks.items():
+            self._keep(sample, number)
         ticket = self._next
         self._next += 1
         self._open_ticket(ticket, self.trainers if trainers is None else tuple(trainers), {})
@@ -98,8 +124,20 @@ class Tickets:
             return f"all {self.num_tickets} tickets are out: {self._what_holds_them()}"
         return ""
 
-    def _all_out(self) -> bool:
-        return self.num_tickets is not None and self.num_open >= self.num_tickets
+    def num_kept_for(self, sample: str) -> int | None:
+        """Number of tickets kept for the groups that the sample may still ask for; None if it waits for none."""
+        return self._kept.get(sample)
+
+    def release_kept(self, sample: str) -> None:
+        """The sample waits for no further group: it has its reward, or it is lost or trained."""
+        self._num_kept -= self._kept.pop(sample, 0)
+
+    def _keep(self, sample: str, number: int) -> None:
+        self._num_kept += number - self._kept.get(sample, 0)
+        self._kept[sample] = number
+
+    def _all_out(self, needed: int = 1) -> bool:
+        return self.num_tickets is not None and self.num_open + self._num_kept + needed > self.num_tickets
 
     @property
     def num_wanted(self) -> int | None:
@@ -207,11 +245,15 @@ class Tickets:
         self,
         open_tickets: Mapping[int, tuple[Sequence[str], Mapping[str, int | None]]],
         next_ticket: int,
+        kept: Mapping[str, int] | None = None,
     ) -> None:
         """Restore a checkpoint: these groups are in flight again, and numbering continues at `next_ticket`.
 
-        `open_tickets`: ticket -> (the trainers that its group can reach, their results as far as they are known).
+        `open_tickets`: ticket -> (the trainers that its group can reach, their results as far as they are known);
+        `kept`: sample -> the number of groups that it may still ask for.
         """
+        for sample, number in (kept or {}).items():
+            self._keep(sample, number)
         self._open.clear()
         self._expected.clear()
         self._num_untrained = 0
@@ -242,6 +284,10 @@ class Tickets:
             any(trainer not in fates for trainer in self._expected[ticket]) for ticket, fates in self._open.items()
         )
         parts = [f"{num_untrained} groups are not trained yet"] if num_untrained else []
+        if self._num_kept:
+            parts.append(
+                f"{self._num_kept} are kept for groups that {len(self._kept)} samples without a reward may ask for"
+            )
         wanted = {
             trainer: version
             for fates in self._open.values()

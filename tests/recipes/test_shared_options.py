@@ -33,31 +33,54 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "graphs").glob("*.py"))
 AGENTS = ("agent_tools", "agent_game", "agent_openai", "self_play")
-ONLINE = ("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo", "distill", "ppo", "custom_node", *AGENTS)
+ONLINE = (
+    "grpo",
+    "reinforce_pp",
+    "rloo",
+    "dapo",
+    "raft",
+    "iterative_dpo",
+    "distill",
+    "ppo",
+    "custom_node",
+    "replay",
+    "proposer",
+    *AGENTS,
+)
 CLUSTER = Cluster((Machine(cores=(0, 1, 2, 3), memory_bytes=16 * GB),))
 ABSENT: dict[str, set[str]] = {
     "objective.dual-clip": {"iterative_dpo"},  # its loss is DPO's
-    "dynamic-sampling": {"distill"},  # a teacher scores tokens: there are no rewards
-    "mean-between": {"distill"},
-    "max-filtered-per-step": {"distill"},
-    "curriculum.chosen": {"distill"},
-    "curriculum.by": {"distill"},
-    "normalise-rewards": {"distill", "raft", "iterative_dpo"},  # they compare rewards, and use no more of them
-    "reward-model": {"distill", *AGENTS},  # scored by the teacher, or by environment or agent
-    "reward-clip": {"distill"},  # the teacher's logprobs are no rewards that are compared
-    "reward-concurrency": {"distill", *AGENTS},
-    "reward-away-s": {"distill", *AGENTS},
+    "dynamic-sampling": {"distill", "proposer"},  # a teacher scores tokens: there are no rewards
+    "mean-between": {"distill", "proposer"},
+    "max-filtered-per-step": {"distill", "proposer"},
+    "curriculum.chosen": {"distill", "proposer"},
+    "curriculum.by": {"distill", "proposer"},
+    "normalise-rewards": {
+        "distill",
+        "raft",
+        "iterative_dpo",
+        "replay",
+        "proposer",
+    },  # they compare rewards, and use no more of them
+    "reward-model": {"distill", "proposer", *AGENTS},  # scored by the teacher, or by environment or agent
+    "reward-clip": {"distill", "proposer"},  # the teacher's logprobs are no rewards that are compared
+    "reward-concurrency": {"distill", "proposer", *AGENTS},
+    "reward-away-s": {"distill", "proposer", *AGENTS},
     "reward-timeout-s": set(),  # held-out answers have a reward, too
-    "stop-penalty": {"distill"},
-    "overlong-buffer": {"distill", *AGENTS},  # --limits.tokens bounds a context, most of which others have written
+    "stop-penalty": {"distill", "proposer"},
+    "overlong-buffer": {
+        "distill",
+        "proposer",
+        *AGENTS,
+    },  # --limits.tokens bounds a context, most of which others have written
     "overlong-filter": set(AGENTS),  # an episode has --limits.on-truncated mask
     "num-prompts": set(),
     "reference.refresh-every": set(),
     "objective.kl-coef": {"iterative_dpo"},  # DPO's loss has a KL to its reference in it: --beta
-    "reward-kl-coef": {"rloo", "reinforce_pp", "ppo", "raft", "iterative_dpo", "distill"},
+    "reward-kl-coef": {"rloo", "reinforce_pp", "ppo", "raft", "iterative_dpo", "distill", "replay", "proposer"},
     # ^ three have it as --kl-coef; of the others the first two compare raw rewards, and the last has none
-    "whiten": {"raft", "iterative_dpo", "distill"},  # they have no advantages that are compared
-    "kl-target": {"raft", "iterative_dpo", "distill"},
+    "whiten": {"raft", "iterative_dpo", "distill", "replay", "proposer"},  # they have no advantages that are compared
+    "kl-target": {"raft", "iterative_dpo", "distill", "replay", "proposer"},
 }
 """Option -> the online graphs that do not have it."""
 

@@ -210,3 +210,19 @@ def test_a_token_beyond_the_bound_is_refused_in_every_piece(model_dir: Path) -> 
     old = [replace(s, versions=np.where(s.policy_mask, 0, -1).astype(np.int32)) for s in batch.samples]
     with pytest.raises(FlowrlError, match="a staleness of 3, but the graph allows 2"):
         train_in_pieces(learner, replace(batch, samples=tuple(old)), (4, 2), 3, 0.1)
+
+
+@pytest.mark.parametrize(("reused", "allowed"), [(5, True), (4, True), (2, False), (None, False)])
+def test_a_token_that_is_trained_again_has_a_bound_of_its_own(
+    model_dir: Path, reused: int | None, *, allowed: bool
+) -> None:
+    engine = engine_of(PolicyObjective(), model_dir)
+    learner = learner_of(PolicyObjective(), engine, max_staleness=2, max_reused_age=reused)
+    batch = batch_of("ppo")
+    old = [replace(s, versions=np.where(s.policy_mask, 0, -1).astype(np.int32), times_trained=1) for s in batch.samples]
+    batch = replace(batch, samples=tuple(old))
+    if allowed:
+        train_in_pieces(learner, batch, (4, 2), 3, 0.1)
+    else:
+        with pytest.raises(FlowrlError, match=f"a staleness of 3, but the graph allows {reused} after 1 earlier uses"):
+            train_in_pieces(learner, batch, (4, 2), 3, 0.1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.wire.activity import Activity, HostLoop, PrioritySlots, apart, reasons_alive
+from flowrl.wire.activity import Activity, HostLoop, PrioritySlots, apart, find_inside, reasons_alive
 from tests.rigs.ticks import ticks
 
 Body = Callable[[Activity], Coroutine[Any, Any, None]]
@@ -135,10 +135,20 @@ async def impatient(activity: Activity) -> None:
         await item(activity)
 
 
+async def promised(activity: Activity) -> None:
+    await forever()
+
+
+async def conditioned(activity: Activity) -> None:
+    condition = asyncio.Condition()
+    async with condition:
+        await condition.wait()
+
+
 async def half_grouped(activity: Activity) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(item(activity))
-        tasks.create_task(evented(activity))
+        tasks.create_task(asleep(activity))
 
 
 async def outside(activity: Activity) -> None:
@@ -159,20 +169,65 @@ async def child(activity: Activity) -> None:
     ("body", "place"),
     [
         (asleep, "asleep (test_runtime_pending.py:"),
-        (evented, "evented ("),
-        (queued, "queued ("),
-        (half_grouped, "evented ("),
+        (half_grouped, "asleep ("),
         (child, "child ("),
         (beside(lambda task: asyncio.wait([task, forever()])), "beside.<locals>.body ("),
         (beside(lambda task: asyncio.gather(task, forever())), "beside.<locals>.body ("),
         (outside, "the game"),
         (impatient, "a timer"),
     ],
-    ids=["sleep", "event", "queue", "group", "child", "wait", "gather", "outside", "timeout"],
+    ids=["sleep", "group", "child", "wait", "gather", "outside", "timeout"],
 )
 def test_a_node_that_waits_for_anything_else_is_alive_and_the_place_is_told(body: Body, place: str) -> None:
     found = reasons_of(item, body)
     assert found and found[0].startswith(place), found
+
+
+INSIDE = (evented, queued, promised, conditioned)
+
+
+@pytest.mark.parametrize("body", INSIDE)
+def test_a_node_that_waits_for_something_of_its_own_is_moved_by_another_alone_and_its_line_is_told(body: Body) -> None:
+    places: list[str] = []
+    assert reasons_of(item, body, between=lambda activity: places.extend(find_inside(activity))) == []
+    assert len(places) == 1
+    assert places[0].startswith(f"{body.__name__} (test_runtime_pending.py:"), places
+
+
+@pytest.mark.parametrize("body", INSIDE)
+def test_a_connection_or_a_thread_of_its_own_may_end_what_a_node_waits_for(body: Body) -> None:
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait, name="mine")
+
+    def start(activity: Activity) -> None:
+        thread.start()
+
+    def connect(activity: Activity) -> None:
+        activity.pending.connected = True
+
+    try:
+        for between in (start, connect):
+            found = reasons_of(item, body, between=between)
+            assert found and found[0].startswith(f"{body.__name__} ("), found
+            if thread.is_alive():
+                go_on.set()
+                thread.join()
+    finally:
+        go_on.set()
+
+
+def test_what_a_node_connects_to_is_noted() -> None:
+    near, far = socket.socketpair()
+
+    async def connects(activity: Activity) -> None:
+        _, writer = await asyncio.open_connection(sock=near)
+        try:
+            await promised(activity)
+        finally:
+            writer.close()
+
+    with far:
+        assert reasons_of(item, connects)[0].startswith("promised (")
 
 
 def test_a_call_in_a_thread_a_server_and_a_descriptor_keep_their_node_alive_without_a_task() -> None:

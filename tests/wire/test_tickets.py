@@ -202,6 +202,109 @@ def test_a_restored_admission_goes_on_counting() -> None:
     assert books.floor(POLICY) == 7
 
 
+ASKING = {"a": 2, "b": 2}
+"""Two samples of a group, each of which may ask for two groups."""
+
+
+def test_a_group_takes_a_ticket_only_if_those_that_it_asks_for_have_one_too() -> None:
+    books = tickets(per_batch=3, ahead=1)  # 6 tickets
+    assert books.try_admit(asks=ASKING) == 0  # 1 + 4
+    assert books.try_admit(asks={"c": 1}) is None
+    assert books.try_admit() == 1
+    assert books.try_admit() is None
+    assert books.why_waiting().endswith(
+        "2 groups are not trained yet; 4 are kept for groups that 2 samples without a reward may ask for"
+    )
+    assert [books.try_admit(asked_by=name) for name in "aabb"] == [2, 3, 4, 5]
+    assert books.num_open == books.num_tickets == 6
+
+
+def test_a_group_that_was_asked_for_takes_its_own_and_those_that_it_asks_for_out_of_those_kept() -> None:
+    books = tickets(per_batch=3, ahead=1)
+    books.try_admit(asks={"a": 3})
+    assert books.try_admit(asks={"d": 1, "e": 1}, asked_by="a") == 1
+    assert (books.num_kept_for("a"), books.num_kept_for("d")) == (0, 1)
+    assert books.try_admit() == 2
+    assert books.try_admit() == 3
+    assert books.try_admit() is None
+    with pytest.raises(AssertionError, match="may ask for fewer"):
+        books.try_admit(asked_by="a")
+    assert [books.try_admit(asked_by="d"), books.try_admit(asked_by="e")] == [4, 5]
+
+
+def test_a_sample_with_a_reward_keeps_no_tickets() -> None:
+    books = tickets(per_batch=3, ahead=1)
+    books.try_admit(asks=ASKING)
+    books.release_kept("a")
+    books.release_kept("a")
+    assert books.num_kept_for("a") is None
+    assert admit_all(books) == [1, 2, 3]
+
+
+def test_a_group_that_was_asked_for_is_admitted_even_if_the_steps_need_no_more() -> None:
+    books = tickets(per_batch=3, ahead=1, max_groups=1)
+    books.try_admit(asks=ASKING)
+    assert books.num_wanted == 0
+    assert books.try_admit() is None
+    assert books.try_admit(asked_by="a") == 1
+    books.pause("checkpoint")
+    assert books.try_admit(asked_by="a") is None
+
+
+def test_a_restored_admission_keeps_the_tickets_of_open_groups() -> None:
+    books = tickets(per_batch=2, ahead=1)
+    books.restore({0: ([POLICY], {})}, 1, {"a": 2})
+    assert admit_all(books) == [1]
+    assert books.try_admit(asked_by="a") == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_kept_tickets_every_open_group_is_finished_whatever_asks(seed: int) -> None:
+    """Any order of events, with the tickets that `kept_problems` requires: a batch always forms."""
+    rng = random.Random(seed)
+    per_batch, size, asks = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 3)
+    ahead = -(-size * asks // per_batch) + rng.randint(0, 1)
+    books = tickets(per_batch=per_batch, ahead=ahead)
+    asking: dict[str, list[int]] = {}
+    """Sample -> (its ticket, how many groups it will ask for in all, how many it has asked for)."""
+    waiting: dict[int, set[str]] = {}
+    version = 0
+
+    def settle(name: str) -> None:
+        ticket, wants, has = asking[name]
+        if has >= wants:
+            books.release_kept(name)
+            waiting[ticket].discard(name)
+
+    for number in range(60):
+        if version == 20:
+            break
+        names = [f"{number}/{member}" for member in range(size)]
+        ticket = books.try_admit(asks=dict.fromkeys(names, asks))
+        if ticket is not None:
+            waiting[ticket] = set(names)
+            asking |= {name: [ticket, rng.randint(0, asks), 0] for name in names}
+        open_names = [name for names in waiting.values() for name in names]
+        for name in rng.sample(open_names, rng.randint(0, len(open_names)) if ticket is not None else len(open_names)):
+            while asking[name][2] < asking[name][1]:
+                asked = books.try_admit(asked_by=name)
+                assert asked is not None, books.why_waiting()
+                waiting[asked] = set()
+                asking[name][2] += 1
+            settle(name)
+        assert books.num_open <= (books.num_tickets or 0)
+        batch = books.untrained()[:per_batch]
+        if len(batch) == per_batch and not any(waiting[one] for one in batch):
+            version += 1
+            for one in batch:
+                books.trained(one, POLICY, version)
+            books.made(POLICY, version)
+            books.holds("generator/0", POLICY, version)
+        else:
+            assert ticket is not None or open_names, "nothing waits, and no batch forms"
+    assert version >= 3
+
+
 def test_a_graph_without_feedback_admits_without_a_bound() -> None:
     books = Tickets(2, None, consumers=(), trainers=[POLICY], max_groups=50)
     assert len(admit_all(books)) == 50

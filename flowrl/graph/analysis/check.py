@@ -99,12 +99,13 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
         *memory_use.memory_warnings(machines),
     ]
     notes = [f"{name}: {note}" for name, node in graph.nodes.items() for note in node.notes()]
+    asked_notes = (*size_rules.kept_notes(graph), *size_rules.replay_notes(graph, plan.numbers))
     found = tuple(dict.fromkeys((*problems, *too_large)))
     return Report(
         found,
         () if found else tuple(warnings),
         plan,
-        (*notes, *accumulation_notes, *gap_notes, *time_notes),
+        (*notes, *accumulation_notes, *gap_notes, *time_notes, *asked_notes),
         residents,
         devices,
         machines,
@@ -132,6 +133,8 @@ def _find_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
         yield from connection_rules.admitted_path_problems(graph)
         yield from size_rules.ticket_problems(graph, numbers)
         yield from size_rules.trainer_problems(graph, plan)
+        yield from size_rules.kept_problems(graph, plan)
+        yield from size_rules.replay_problems(graph, plan)
         yield from branches.accumulation_findings(graph)[0]
         yield from connection_rules.lineage_problems(graph)
         yield from connection_rules.branch_problems(graph)

@@ -43,6 +43,10 @@ class Numbers:
     """Groups among which the batcher may choose; 0: any (`on_limit="mask"`)."""
     max_staleness: int | None = None
     """No token older than this enters a gradient."""
+    max_uses: int | None = None
+    """How often a sample is trained at most; None: once."""
+    max_reused_age: int | None = None
+    """No token older than this is trained again; None: no token is."""
     publish_every: int = 1
     longest_sample: int | None = None
     """Tokens of the longest prompt and response together."""
@@ -69,6 +73,7 @@ def derive_numbers(graph: Graph) -> Numbers:
     facts = [node.facts() for node in graph.nodes.values()]
     group_size = next((fact.group_size for fact in facts if fact.group_size is not None), None)
     groups = next((fact.groups_per_batch for fact in facts if fact.groups_per_batch is not None), None)
+    uses = next((fact.max_uses for fact in facts if fact.max_uses is not None), None)
     admission = graph.admission
     ahead = window = bound = None
     if admission is not None and admission.on_limit == "mask":
@@ -95,6 +100,8 @@ def derive_numbers(graph: Graph) -> Numbers:
         tickets=None if ahead is None or groups is None else (ahead + 1) * groups,
         window=window,
         max_staleness=bound,
+        max_uses=uses,
+        max_reused_age=None if uses is None or bound is None else bound + max(fact.max_reuse_age for fact in facts),
         publish_every=max((graph.nodes[port_owner(edge.out)].facts().publish_every for edge in ending), default=1),
         longest_sample=longest,
         token_budget=min((fact.token_budget for fact in facts if fact.token_budget is not None), default=None),

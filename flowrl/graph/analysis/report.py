@@ -100,7 +100,9 @@ def number_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     if numbers.tickets is not None:
         yield "tickets", f"{numbers.tickets}"
         yield "window", f"{numbers.window}" if numbers.window else "none"
-        yield "max_staleness", f"{numbers.max_staleness}"
+        reused = numbers.max_reused_age
+        again = "" if reused is None else f", replay up to {reused - (numbers.max_staleness or 0)}"
+        yield "max_staleness", f"{numbers.max_staleness}{again and f'{again}: no token older than {reused}'}"
     if numbers.longest_sample is not None:
         yield "longest_sample", f"{numbers.longest_sample} tokens"
     if transports := dict.fromkeys(weights.transport for weights in plan.weights):

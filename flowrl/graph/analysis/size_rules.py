@@ -60,6 +60,94 @@ def ticket_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
             )
 
 
+def kept_problems(graph: Graph, plan: Plan) -> Iterator[str]:
+    """Check 5: tickets for the groups that a group may ask for, beside those that may be out with no batch complete.
+
+    A group takes a ticket only if there are tickets for itself and for all groups that it may ask for. Each trainer can
+    hold the tickets of n batches minus one group, as in `trainer_problems`; then the next group has to fit.
+    """
+    numbers = plan.numbers
+    name, asked = most_asked(graph)
+    if not asked or numbers.tickets is None or numbers.groups_per_batch is None:
+        return
+    batches = numbers.publish_every + sum(graph.nodes[one].facts().publish_every for one in plan.own_clock)
+    held = batches * numbers.groups_per_batch - 1 - len(plan.own_clock)
+    missing = held + 1 + asked - numbers.tickets
+    if missing > 0:
+        yield (
+            f"a group of {name} may ask for {asked} further groups while it waits (group_size × asks), but {held} of "
+            f"the {numbers.tickets} tickets can be out before a batch is complete, and the next group with those that "
+            f"it asks for needs {1 + asked}, so the run can stop; raise staleness by "
+            f"{-(-missing // numbers.groups_per_batch)}."
+        )
+
+
+def kept_notes(graph: Graph) -> Iterator[str]:
+    """How many tickets are kept for the groups that others ask for."""
+    name, asked = most_asked(graph)
+    if asked:
+        yield f"{name}: each group in flight keeps up to {asked} tickets for the groups that its samples ask for"
+
+
+def has_leftovers(graph: Graph, plan: Plan, node: str) -> bool:
+    """Whether groups may reach `node`, on the way to the main trainer, that the steps do not need (`Out.admit`)."""
+    main = plan.trainers[0] if plan.trainers else ""
+    ports = (port for port in plan.ports if port.name.split(".")[0] == node)
+    return most_asked(graph)[1] > 0 and any(main in port.trainers for port in ports)
+
+
+def replay_problems(graph: Graph, plan: Plan) -> Iterator[str]:
+    """Check 5: what is trained again stays within a bound, and the loss knows which policy has sampled it."""
+    numbers = plan.numbers
+    as_data = frozenset(name for name, node in graph.nodes.items() if node.facts().as_data)
+    source = "" if graph.admission is None else port_owner(graph.admission.out)
+    for name in [name for name, node in graph.nodes.items() if node.facts().max_uses is not None]:
+        if numbers.max_staleness is None:
+            yield (
+                f"{name} replays groups, but without g.admit nothing bounds their age, so reuse cannot be proven; "
+                "leave replay out (data have epochs)."
+            )
+            continue
+        if numbers.window == 0:
+            yield (
+                f'{name} replays groups, but on_limit="mask" masks every token older than the staleness, and a reuse '
+                'is older; use on_limit="wait" with a look_ahead, or leave replay out.'
+            )
+        for trainer in [one for one in plan.trainers if one in reachable_nodes(graph, name)]:
+            facts = graph.nodes[trainer].facts()
+            if trainer in plan.own_clock:
+                yield (
+                    f"{name} replays groups for {trainer}, whose versions are not those of the tokens, so the age of a "
+                    "reuse cannot be proven; feed both trainers from one batcher, or leave replay out."
+                )
+            if facts.correction == "" and trainer in reachable_nodes(graph, source, not_past=as_data):
+                yield (
+                    f"{name} replays groups, but the loss of {trainer} takes every token for one of the newest policy, "
+                    f"which in a reuse is up to {numbers.max_reused_age} versions newer; {facts.correct_by}."
+                )
+
+
+def replay_notes(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """What a loss does about the policy that has sampled what is trained again."""
+    for name, node in graph.nodes.items():
+        if node.facts().max_uses is None:
+            continue
+        for trainer in [one for one in graph.nodes if one in reachable_nodes(graph, name)]:
+            if (by := graph.nodes[trainer].facts().correction) is not None and by:
+                yield (
+                    f"{trainer}: it trains a group up to {numbers.max_uses} times; the loss weighs what older policies "
+                    f"sampled by {by}"
+                )
+
+
+def most_asked(graph: Graph) -> tuple[str, int]:
+    """The source whose groups may ask for the most further groups, and how many."""
+    facts = {name: node.facts() for name, node in graph.nodes.items()}
+    asked = {name: (one.group_size or 1) * one.asks for name, one in facts.items()}
+    name = max(asked, key=asked.__getitem__, default="")
+    return name, asked.get(name, 0)
+
+
 def trainer_problems(graph: Graph, plan: Plan) -> Iterator[str]:
     """Check 5: trainers that skip different groups must not together hold all tickets.
 

@@ -30,6 +30,7 @@ from flowrl.graph.ports import Call, In, Out
 from flowrl.messages import Batch, Bool, Group, Trainable, ValueQuestion, Values, no_logprobs, packed
 from flowrl.messages.forest import num_shared
 from flowrl.nodes.groups.group_filter import judged_metrics, source_metrics
+from flowrl.nodes.groups.replay import Replay, ReplayBuffer, spread_out
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks.rows import OF_TASK
 from flowrl.training.advantages import (
@@ -64,6 +65,8 @@ class TokenBatch(Node):
     With `mask_truncated`, samples that were cut off are kept out of the loss. `sources` are the names of a mixture's
     sources (`Task.source_names`), each of which has its own metrics.
 
+    With `replay`, a batch takes older groups along, which are trained again (flowrl.nodes.groups.replay).
+
     The estimator `gae` needs `estimate` as well: the batcher sends the whole batch to a critic (`values`) in one
     request, so all values have one version, and computes the advantages from them.
     """
@@ -85,6 +88,7 @@ class TokenBatch(Node):
         adaptive_kl: AdaptiveKL | None = None,
         mask_truncated: bool = False,
         sources: Mapping[str, str] | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self.num_groups = num_groups
         self.token_budget = token_budget
@@ -96,6 +100,8 @@ class TokenBatch(Node):
         self.adaptive_kl = adaptive_kl
         self.mask_truncated = mask_truncated
         self.sources = dict(sources or {})
+        self.replay = replay if replay is not None and replay.groups else None
+        self._buffer: ReplayBuffer | None = None
         self._running: RunningEstimate | None = None
         if estimate is not None and (normalise_rewards or adaptive_kl is not None or self._wants_values):
             self._running = RunningEstimate(estimate, normalise_rewards=normalise_rewards, adaptive_kl=adaptive_kl)
@@ -121,6 +127,7 @@ class TokenBatch(Node):
             "the weight of the KL in the reward changes with each whole batch": self.adaptive_kl is not None,
             f"a batch is split into {self.optimizer_steps} optimizer steps": self.optimizer_steps > 1,
             "a batch is one group": self.num_groups == 1,
+            "a batch takes older groups along": self.replay is not None,
         }
         return Facts(
             groups_per_batch=self.num_groups,
@@ -129,6 +136,8 @@ class TokenBatch(Node):
             whole_batches=next((reason for reason, holds in needs_all.items() if holds), ""),
             keeps_lineage=False,
             optional=() if self._wants_values else ("values",),
+            max_uses=None if self.replay is None else self.replay.max_uses,
+            max_reuse_age=0 if self.replay is None else self.replay.max_age,
         )
 
     def check(self, facts: Any) -> list[str]:
@@ -155,6 +164,14 @@ class TokenBatch(Node):
             problems += self.adaptive_kl.find_problems()
             if self.estimate is not None and not self.estimate.kl_coef:
                 problems.append("adaptive_kl steers the KL in the reward; the estimate needs a kl_coef above 0")
+        if self.replay is not None:
+            problems += self.replay.find_problems()
+            if self._running is not None:
+                problems.append(
+                    "a replayed group keeps the advantages of its first use, but gae, normalise_rewards and "
+                    "adaptive_kl compute them anew for each batch; leave these out, or replay=, or use another "
+                    "estimator"
+                )
         return problems
 
     async def setup(self) -> None:
@@ -167,9 +184,13 @@ class TokenBatch(Node):
     async def run(self) -> None:
         # 0 and None, for a graph without a window in its admission, mean order of arrival.
         window: Window[Group] = Window(self.num_groups, self.context.window or 0)
+        if self.replay is not None:
+            self._buffer = ReplayBuffer(self.replay, self.context.seed)
         if self._saved is not None:
             window.load_state(self._saved)
             self._num_sent = int(self._saved["version"]) - self.context.start_version
+            if self._buffer is not None and "replay" in self._saved:
+                self._buffer.load_state(self._saved["replay"])
             if (batch := self._saved.get("batch")) is not None:
                 self._begun = BegunBatch(tuple(batch["groups"]), int(batch["num_pieces"]))
         if self.context.window == 0 and self.context.max_staleness is not None:
@@ -182,13 +203,24 @@ class TokenBatch(Node):
             window.offer(ticket, group)
             self._pace.begin_batch(asyncio.get_running_loop().time())
             self._before_send = self._current_state()
-            while (groups := window.take(self._num_enough())) is not None:
+            while not self._is_last_sent and (groups := window.take(self._num_enough())) is not None:
                 await self._send_groups(groups, last=not window.begun)
             self._before_send = None
             full_since_s = time.monotonic() if len(window) >= window.missing else None  # an older group is missing
         self._before_send = self._current_state()
         for groups in window.flush():
-            await self._send_groups(groups, last=not window.begun)
+            if self._is_last_sent:  # groups that others had asked for, beyond those that the steps need
+                for group in groups:
+                    self.groups.drop(group, "run_end")
+                self._before_send = self._current_state()
+            else:
+                await self._send_groups(groups, last=not window.begun)
+
+    @property
+    def _is_last_sent(self) -> bool:
+        """Whether the batch of the run's last step is sent."""
+        steps = self.context.steps if self.context.has_leftovers else None
+        return steps is not None and self.context.start_version + self._num_sent >= steps
 
     def _num_enough(self) -> int | None:
         """How many groups are enough to send now: those of a piece if the trainers wait; None: the whole batch."""
@@ -214,16 +246,23 @@ class TokenBatch(Node):
                 )
                 for group in groups
             ]
-        batch = self.make_batch(valued, last=last)
+        version = self.context.start_version + self._num_sent
+        again = [] if self._buffer is None else self._buffer.choose_groups(version)
+        batch = self.make_batch(valued, last=last, again=again)
         begun = BegunBatch() if last else self._begun.with_piece(groups)
         await self.batches.send(batch, made_from=groups or None)
+        if self._buffer is not None:
+            self._buffer.add_groups(valued, version)
         self._begun = begun
         self._pace.note_sent(asyncio.get_running_loop().time(), last=last)
         self._num_sent += last
         self._before_send = self._current_state()
 
-    def make_batch(self, groups: Sequence[Group], *, last: bool = True) -> Batch:
-        """The batch of `groups`, in their order, or a piece of a batch; the last piece has the metrics of the whole."""
+    def make_batch(self, groups: Sequence[Group], *, last: bool = True, again: Sequence[Group] = ()) -> Batch:
+        """The batch of `groups`, in their order, or a piece of a batch; the last piece has the metrics of the whole.
+
+        `again` are the groups that are trained again with them. They enter the loss, and no metric.
+        """
         metrics: dict[str, float] = {}
         if last:
             judged = (*self._begun.groups, *groups)
@@ -231,7 +270,9 @@ class TokenBatch(Node):
         if self._running is not None:  # then batches come whole, as with `whiten`
             groups = self._running.estimate_batch(groups)
             metrics |= self._running.metrics
-        samples = tuple(sample for group in groups for sample in group.samples)
+        if again:
+            metrics["reused_groups"] = float(len(again))
+        samples = tuple(sample for group in spread_out(groups, again) for sample in group.samples)
         require_advantages(samples)
         if self.mask_truncated:  # samples that were cut off have no tokens in the loss
             samples = tuple(
@@ -271,7 +312,9 @@ class TokenBatch(Node):
         assert self._window is not None
         running = {} if self._running is None else {"running": self._running.state()}
         begun = {"batch": dict(vars(self._begun))} if self._begun.num_pieces else {}
-        return {**self._window.state(), "version": self.context.start_version + self._num_sent, **running, **begun}
+        replay = {} if self._buffer is None else {"replay": self._buffer.state()}
+        version = self.context.start_version + self._num_sent
+        return {**self._window.state(), "version": version, **running, **begun, **replay}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._saved = state or None

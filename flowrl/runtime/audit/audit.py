@@ -2,10 +2,11 @@
 
 From `ledger.sqlite` alone it proves: every admitted sample is in exactly one state, which matches its columns and its
 use by the trainers; policy tokens generated = trained + stale + masked + filtered + failed + dropped + in flight; no
-trainer trains a token twice; every trained token is a sampled one, in the context and with the logprob and version
-with which it was sampled; no trained token was older than the bound in force at its step, or sampled by weights
-older than those held when its group was admitted; there were never more groups in flight than tickets; and every row
-is as the run's commits left it. `metrics.jsonl` and the checkpoints must agree with the ledger.
+trainer trains a token twice, except in a declared reuse of a finished group, within its cap and its bound; every
+trained token is a sampled one, in the context and with the logprob and version with which it was sampled; no trained
+token was older than the bound in force at its step, or sampled by weights older than those held when its group was
+admitted; there were never more groups in flight than tickets; and every row is as the run's commits left it.
+`metrics.jsonl` and the checkpoints must agree with the ledger.
 
 The audit changes no record, so it can check a run in progress. Rows stay in the database; only violations are kept in
 memory. `continue_audit` leaves a seal for the next audit (audit_seal).
@@ -31,7 +32,7 @@ from flowrl.runtime.audit.audit_chain import (
     kept_heads,
     lost_commits,
 )
-from flowrl.runtime.audit.audit_groups import apply_rules, check_groups
+from flowrl.runtime.audit.audit_groups import MAX_REUSED, apply_rules, check_groups
 from flowrl.runtime.audit.audit_lines import check_lines
 from flowrl.runtime.audit.audit_rules import AT_TICKET, ENDED, RUN_CHECKS, Violation
 from flowrl.runtime.audit.audit_seal import SEAL, RowRanges, Seal
@@ -228,6 +229,8 @@ def prove_ledger(
     ]
     figures = {name: groups.figures[name] for name in ("samples", "groups")} | {"steps": num_steps}
     figures |= {**groups.figures, "bound": terms.max_staleness}
+    if terms.max_uses is None:  # nobody asks what a run without replay has trained again
+        figures = {name: value for name, value in figures.items() if value or name not in ("tokens reused", MAX_REUSED)}
     newest = chain.read_newest(db)
     if violations or pages is None or newest is None:
         return AuditReport(violations, figures)

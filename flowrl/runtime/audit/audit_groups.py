@@ -30,13 +30,14 @@ from flowrl.runtime.audit.audit_rules import (
 
 TICKETS_AT_ONCE = 1024
 """Number of tickets that are examined at once; the rows of their groups are in memory then."""
-OF_SAMPLES = ("uses", "requests", "spans", "attempts", "episodes", "losses", "derived")
+OF_SAMPLES = ("uses", "reuses", "requests", "spans", "attempts", "episodes", "losses", "derived")
 TABLES = ("tickets", "samples", *OF_SAMPLES)
 """The tables whose rows belong to groups."""
 
 # Tokens of the samples in one state, without stale and masked ones, which have their own lines.
 LOST = "SELECT TOTAL(response_tokens - stale_tokens - masked_tokens) FROM samples WHERE state = '{}'"
 MAX_STALENESS = "max staleness"
+MAX_REUSED = "max age of a reuse"
 FIGURES = {
     "samples": "SELECT COUNT(*) FROM samples",
     "groups": "SELECT COUNT(*) FROM tickets",
@@ -49,12 +50,14 @@ FIGURES = {
     "  dropped": LOST.format("dropped"),
     "  in flight": LOST.format("in_flight"),
     "tokens redone": "SELECT TOTAL(redone_tokens) FROM samples",
+    "tokens reused": "SELECT TOTAL(tokens) FROM reuses",
     "requests": "SELECT COUNT(*) FROM requests",
     "requests abandoned": "SELECT COUNT(*) FROM requests WHERE abandoned IS NOT NULL",
     "policy spans": "SELECT COUNT(*) FROM spans",
     "policy spans proven": f"SELECT COUNT(*) FROM spans p WHERE EXISTS"
     f" (SELECT 1 FROM requests r WHERE {AGREES} AND r.abandoned IS NULL)",
     MAX_STALENESS: "SELECT MAX(version - oldest_version) FROM uses",
+    MAX_REUSED: "SELECT MAX(version - oldest_version) FROM reuses",
 }
 COUNTED = {"samples": "samples", "requests": "requests", "spans": "policy spans"}
 """Tables whose number of rows is a figure."""
@@ -62,8 +65,8 @@ Figures = Mapping[str, int | None]
 
 # True for a sample `s` of the ticket `t` with at most one use `u`, request `r` and span `p`. The parameters:
 # `:last_step`, the last of the steps of the trainer; `:least`, the smallest bound of any incarnation, NULL if none has
-# one; `:never_masked`, whether no incarnation masks stale tokens; `:any_else`, whether `episodes`, `attempts` or
-# `losses` have rows.
+# one; `:never_masked`, whether no incarnation masks stale tokens; `:any_else`, whether `episodes`, `attempts`,
+# `losses` or `reuses` have rows.
 PLAIN_TRAINED = """
 s.state = 'trained' AND s.reason IS NULL AND s.generated_s IS NOT NULL AND s.trained_s IS NOT NULL
 AND typeof(s.step) = 'integer' AND s.step BETWEEN 1 AND :last_step AND s.trained_version = s.step - 1
@@ -99,7 +102,8 @@ AND s.redone_tokens = 0 AND NOT (s.stale_tokens > 0 AND :never_masked)
 AND (r.number IS NULL AND s.generated_s IS NULL OR {PLAIN_REQUEST})
 AND (NOT :any_else OR NOT EXISTS (SELECT 1 FROM main.episodes e WHERE e.sample_id = s.sample_id)
      AND NOT EXISTS (SELECT 1 FROM main.attempts a WHERE a.sample_id = s.sample_id)
-     AND NOT EXISTS (SELECT 1 FROM main.losses l WHERE l.sample_id = s.sample_id))
+     AND NOT EXISTS (SELECT 1 FROM main.losses l WHERE l.sample_id = s.sample_id)
+     AND NOT EXISTS (SELECT 1 FROM main.reuses n WHERE n.sample_id = s.sample_id))
 """
 LOST_TOKENS = "TOTAL(CASE s.state WHEN '{}' THEN s.response_tokens - s.stale_tokens - s.masked_tokens END)"
 # A row for each group of plain samples: its ticket, its number of uses, and the figures, in their order. If all samples
@@ -107,8 +111,8 @@ LOST_TOKENS = "TOTAL(CASE s.state WHEN '{}' THEN s.response_tokens - s.stale_tok
 PLAIN = f"""
 SELECT t.ticket, COUNT(u.sample_id), COUNT(*), 1, TOTAL(s.response_tokens), TOTAL(s.trained_tokens),
     TOTAL(s.stale_tokens), TOTAL(s.masked_tokens), {LOST_TOKENS.format("filtered")}, {LOST_TOKENS.format("failed")},
-    {LOST_TOKENS.format("dropped")}, 0, 0, COUNT(r.number), 0, COUNT(p.sample_id), COUNT(p.sample_id),
-    MAX(u.version - u.oldest_version)
+    {LOST_TOKENS.format("dropped")}, 0, 0, 0, COUNT(r.number), 0, COUNT(p.sample_id), COUNT(p.sample_id),
+    MAX(u.version - u.oldest_version), NULL
 FROM main.tickets t CROSS JOIN main.samples s ON s.group_id = t.group_id
     LEFT JOIN main.uses u ON u.sample_id = s.sample_id LEFT JOIN main.requests r ON r.sample_id = s.sample_id
     LEFT JOIN main.spans p ON p.sample_id = s.sample_id
@@ -186,7 +190,7 @@ def _parameters_of_plain(
         values,
     ).fetchone()
     least, never_masked = db.execute(f"SELECT MIN(max_staleness), {NEVER_MASKED} FROM incarnations").fetchone()
-    any_else = any(num_rows[table] for table in ("episodes", "attempts", "losses"))
+    any_else = any(num_rows[table] for table in ("episodes", "attempts", "losses", "reuses"))
     last_step = num_steps if simple else 0
     return {"last_step": last_step, "least": least, "never_masked": never_masked, "any_else": any_else}
 
@@ -258,6 +262,6 @@ def _sum_figures(parts: Sequence[Figures]) -> Figures:
 
 def _combine_values(name: str, values: Iterable[float | None]) -> int | None:
     known = [value for value in values if value is not None]
-    if name == MAX_STALENESS:
+    if name in (MAX_STALENESS, MAX_REUSED):
         return int(max(known)) if known else None
     return int(sum(known))

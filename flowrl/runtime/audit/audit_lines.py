@@ -20,6 +20,7 @@ STEPS = "SELECT CAST(step AS INTEGER), line FROM steps WHERE trainer = ?"
 USES = """
 SELECT CAST(step AS INTEGER), TOTAL(tokens), MAX(version - oldest_version) FROM uses WHERE trainer = ? GROUP BY 1
 """
+REUSES = "SELECT CAST(step AS INTEGER), TOTAL(tokens) FROM reuses WHERE trainer = ? GROUP BY 1"
 BY_OTHERS = "by something other than the run"
 
 
@@ -30,11 +31,16 @@ class Booked:
     line: str | None
     tokens: int
     staleness: int | None
+    reused: int
 
 
 def _read_booked(db: sqlite3.Connection, trainer: str) -> dict[int, Booked]:
     used = {step: (int(tokens), age) for step, tokens, age in db.execute(USES, (trainer,))}
-    return {step: Booked(line, *used.get(step, (0, None))) for step, line in db.execute(STEPS, (trainer,))}
+    again = {step: int(tokens) for step, tokens in db.execute(REUSES, (trainer,))}
+    return {
+        step: Booked(line, *used.get(step, (0, None)), again.get(step, 0))
+        for step, line in db.execute(STEPS, (trainer,))
+    }
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,12 @@ def _compare_line(line: Line, booked: Booked | None) -> Iterator[Violation]:
     if booked is None:
         yield Violation("metrics", f"there is a line of step {line.step}, but the ledger does not have this step")
         return
-    for name, value in (("tokens_trained", booked.tokens), ("staleness_max", booked.staleness)):
+    booked_values = {
+        "tokens_trained": booked.tokens,
+        "staleness_max": booked.staleness,
+        "reused_tokens": booked.reused,
+    }
+    for name, value in booked_values.items():
         said = line.record.get(name)
         if said is not None and value is not None and said != value:
             yield Violation("metrics", f"step {line.step}: {name} is {said} in the line, but {value} in the ledger")

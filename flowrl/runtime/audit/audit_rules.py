@@ -22,8 +22,8 @@ from dataclasses import dataclass
 class Violation:
     """One violation of a rule.
 
-    `kind` is state, tokens, uses, losses, versions, bound, spans, requests, episodes, groups, derived, tickets, steps,
-    evaluations, metrics, checkpoints or chain.
+    `kind` is state, tokens, uses, reuses, losses, versions, bound, spans, requests, episodes, groups, derived, tickets,
+    steps, evaluations, metrics, checkpoints or chain.
     """
 
     kind: str
@@ -173,6 +173,89 @@ USES = (
     ),
 )
 
+NOT_FINISHED = (
+    "EXISTS (SELECT 1 FROM samples s JOIN samples o USING (group_id) WHERE s.sample_id = u.sample_id"
+    " AND (o.state = 'in_flight' AND NOT :several OR EXISTS (SELECT 1 FROM uses f"
+    " WHERE f.sample_id = o.sample_id AND f.trainer = u.trainer AND f.step >= u.step)))"
+)
+"""True for a reuse `u` of a sample whose group had samples that the trainer had not used yet, or nobody had lost."""
+EARLIER = "SELECT {0} FROM uses f WHERE f.sample_id = u.sample_id AND f.trainer = u.trainer AND f.step < u.step"
+
+REUSES = (
+    Check(
+        "reuses",
+        "{1} used sample {0} again, which was never admitted",
+        "SELECT sample_id, trainer FROM reuses WHERE sample_id NOT IN (SELECT sample_id FROM samples)",
+    ),
+    Check(
+        "reuses",
+        "{1} used sample {0} again at step {2}, which it has not finished",
+        "SELECT sample_id, trainer, step FROM reuses u WHERE NOT EXISTS"
+        " (SELECT 1 FROM steps p WHERE p.trainer = u.trainer AND p.step = u.step)",
+    ),
+    Check(
+        "reuses",
+        "{1} used sample {0} again at step {2}, but never before",
+        f"SELECT sample_id, trainer, step FROM reuses u WHERE NOT EXISTS ({EARLIER.format(1)})",
+    ),
+    Check(
+        "reuses",
+        "{1} used sample {0} again at step {2}, but its group was not finished then",
+        f"SELECT sample_id, trainer, step FROM reuses u WHERE {NOT_FINISHED}",
+    ),
+    Check(
+        "reuses",
+        "{1} used sample {0} again at step {2} after {3} uses by its own count, but after {4} by the ledger's",
+        "SELECT * FROM (SELECT sample_id, trainer, step, number, (SELECT COUNT(*) FROM reuses b"
+        " WHERE b.sample_id = u.sample_id AND b.trainer = u.trainer AND b.step <= u.step) AS known FROM reuses u)"
+        " WHERE number <> known",
+    ),
+    Check(
+        "reuses",
+        "{1} used sample {0} {2} times by step {3}, but the run allows {4}",
+        "SELECT * FROM (SELECT sample_id, trainer, number + 1 AS times, step,"
+        f" COALESCE({AT_STEP.format('max_uses')}, 1) AS most FROM reuses u) WHERE times > most",
+    ),
+    Check(
+        "reuses",
+        "{1} used sample {0} again at step {2} with {3} tokens in the loss and {4} masked, of {5} generated",
+        "SELECT sample_id, trainer, u.step, tokens, u.masked_tokens, response_tokens FROM reuses u JOIN samples s"
+        " USING (sample_id) WHERE tokens < 1 OR u.masked_tokens < 0 OR tokens + u.masked_tokens > response_tokens",
+    ),
+    Check(
+        "reuses",
+        "{1} used sample {0} again at step {2}, but the sample is {3}",
+        "SELECT sample_id, trainer, u.step, state FROM reuses u JOIN samples USING (sample_id)"
+        " WHERE state <> 'trained' AND NOT (state = 'in_flight' AND :several)",
+    ),
+    Check(
+        "reuses",
+        "{1} used sample {0} again and was fed {2} policy tokens of it at step {3}, but {4} were generated",
+        "SELECT * FROM (SELECT u.sample_id, u.trainer, CAST((SELECT TOTAL(tokens) FROM spans p WHERE"
+        " p.sample_id = u.sample_id AND p.trainer = u.trainer AND p.step = u.step) AS INTEGER) AS fed, u.step,"
+        " response_tokens FROM reuses u JOIN samples s USING (sample_id) WHERE generated_s IS NOT NULL)"
+        " WHERE fed <> response_tokens",
+    ),
+    Check(
+        "versions",
+        "sample {0}: step {1} updates version {2}, not the one before it, in a reuse",
+        "SELECT sample_id, step, version FROM reuses WHERE version <> step - 1",
+    ),
+    Check(
+        "versions",
+        "sample {0}: the oldest token of a reuse is of version {1}, but its tokens are of {2} to {3}",
+        "SELECT sample_id, u.oldest_version, s.oldest_version, s.newest_version FROM reuses u JOIN samples s"
+        " USING (sample_id) WHERE (u.oldest_version BETWEEN s.oldest_version AND s.newest_version) IS NOT TRUE"
+        " AND s.oldest_version IS NOT NULL",
+    ),
+    Check(
+        "bound",
+        "sample {0}: a token of version {1} trained version {2} of {3} again (age {4}), but a reuse is bound by {5}",
+        "SELECT * FROM (SELECT sample_id, oldest_version, version, trainer, version - oldest_version AS age,"
+        f" {AT_STEP.format('max_reused_age')} AS bound FROM reuses u) WHERE age > bound",
+    ),
+)
+
 LOSSES = (
     Check(
         "losses",
@@ -314,7 +397,8 @@ SPANS = (
         "spans",
         "{1} was fed the {3} tokens of sample {0} after its first {2} {4} times",
         "SELECT sample_id, trainer, start, tokens, COUNT(*) AS times FROM spans p"
-        f" GROUP BY sample_id, trainer, digest, start HAVING times > 1 AND times > {TIMES_SAMPLED}",
+        f" GROUP BY sample_id, trainer, digest, start HAVING times > 1 AND times > {TIMES_SAMPLED} * (1 +"
+        " (SELECT COUNT(*) FROM reuses n WHERE n.sample_id = p.sample_id AND n.trainer = p.trainer))",
     ),
     Check(
         "spans",
@@ -544,7 +628,33 @@ TICKETS = (
     ),
 )
 
+NUM_NEEDED = (
+    "(1 + a.asks * (SELECT COUNT(*) FROM samples m WHERE m.group_id = a.group_id"
+    " AND m.sample_id NOT IN (SELECT sample_id FROM derived)))"
+)
+"""The groups that may be admitted because of the ticket `a`, its own included."""
+
 STEPS = (
+    Check(
+        "tickets",
+        "group {0} was asked for by sample {1}, which was not admitted before it",
+        "SELECT a.group_id, a.asked_by FROM tickets a WHERE asked_by IS NOT NULL AND NOT EXISTS"
+        " (SELECT 1 FROM samples s JOIN tickets t USING (group_id)"
+        " WHERE s.sample_id = a.asked_by AND t.ticket < a.ticket)",
+    ),
+    Check(
+        "tickets",
+        "sample {0} asked for {1} groups, but tickets were kept for {2}",
+        "SELECT s.sample_id, SUM(num) AS asked, t.asks FROM"
+        f" (SELECT a.asked_by, {NUM_NEEDED} AS num FROM tickets a WHERE asked_by IS NOT NULL) g"
+        " JOIN samples s ON s.sample_id = g.asked_by JOIN tickets t USING (group_id)"
+        " GROUP BY s.sample_id HAVING asked > t.asks",
+    ),
+    Check(
+        "tickets",
+        "ticket {0} keeps {1} tickets for each sample of its group",
+        "SELECT ticket, asks FROM tickets WHERE asks < 0",
+    ),
     Check(
         "tickets",
         "{2} tickets were taken, numbered {0} to {1}; the numbers have to start at 0 and leave none out",
@@ -616,7 +726,7 @@ EVALUATIONS = (
 )
 
 GROUP_CHECKS = (
-    *(*STATES, *TOKENS, *USES, *LOSSES, *VERSIONS),
+    *(*STATES, *TOKENS, *USES, *REUSES, *LOSSES, *VERSIONS),
     *(*SPANS, *REQUESTS, *EPISODES),
     *(*GROUPS, *DERIVED, *TICKETS),
 )

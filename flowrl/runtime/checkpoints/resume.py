@@ -126,6 +126,8 @@ EXACT = {
 LIMITS = {
     "max_staleness": "groups are in flight that may become that old",
     "tickets": "that many may be in flight",
+    "max_uses": "samples are in flight again that were used that often",
+    "max_reused_age": "groups are in flight again that may become that old",
 }
 """Number that may only grow -> what the checkpoint may hold under the number before."""
 
@@ -135,10 +137,13 @@ def _compare_numbers(before: Described, now: Described) -> Iterator[str]:
         if before.get(name) != now[name]:
             yield f"{name} is {now[name]} and was {before.get(name)}: {why}; set it back to {before.get(name)}"
     for name, in_flight in LIMITS.items():
-        if before[name] is not None and now[name] is not None and now[name] < before[name]:
+        was, is_ = before.get(name), now[name]
+        if was is not None and name.startswith("max_") and name != "max_staleness" and (is_ or 0) < was:
+            yield f"{name} is {is_} and was {was}, under which {in_flight}; set replay back"
+        elif was is not None and is_ is not None and is_ < was:
             yield (
-                f"{name} is {now[name]} and was {before[name]}, under which {in_flight}; resume with a "
-                f"staleness and a look_ahead that make it {before[name]} or more (flowrl check prints it)"
+                f"{name} is {is_} and was {was}, under which {in_flight}; resume with a "
+                f"staleness and a look_ahead that make it {was} or more (flowrl check prints it)"
             )
     if before["window"] == 0 and now["window"]:
         yield (

@@ -23,6 +23,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.analysis.plan import HostPlan, Plan, make_plan, routes_of
+from flowrl.graph.analysis.size_rules import has_leftovers
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import dump_options, user_code
 from flowrl.graph.machine import Cluster, raise_limit
@@ -351,9 +352,11 @@ class Launch:
                 start_version=start.versions.get(node, start.version),
                 run_id=run_id,
                 max_staleness=plan.numbers.max_staleness,
+                max_reused_age=plan.numbers.max_reused_age,
                 window=plan.numbers.window,
                 longest_asked=longest_asked(self.graph, node),
                 own_clock=node in plan.own_clock,
+                has_leftovers=has_leftovers(self.graph, plan, node),
                 in_pieces=node in plan.in_pieces,
                 lease=host.lease,
                 stand_ins=plan.stand_ins,

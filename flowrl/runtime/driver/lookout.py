@@ -157,7 +157,9 @@ def describe_reports(reports: Iterable[ReplicaReport], topology: Topology) -> st
 def _describe_report(report: ReplicaReport) -> str:
     if report["ended"]:
         return f"{report['replica_id']} has ended"
-    waits = "; ".join(f"{kind} of {what} for {for_s:.0f} s" for kind, what, for_s in report["waits"])
+    waits = "; ".join(
+        what if kind == "inside" else f"{kind} of {what} for {for_s:.0f} s" for kind, what, for_s in report["waits"]
+    )
     if not report["alive"]:
         return f"{report['replica_id']} waits: {waits or 'nothing it could name'}"
     return f"{report['replica_id']} works: {'; '.join(report['alive'])}" + (f" (waits: {waits})" if waits else "")

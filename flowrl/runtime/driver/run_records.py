@@ -15,6 +15,7 @@ from typing import Any
 from flowrl.runtime.checkpoints.rundir import convert_write_errors
 from flowrl.runtime.driver.job import Job, RunState
 from flowrl.runtime.ledger.accounting import Accounting
+from flowrl.runtime.ledger.sample_fates import Reuse
 from flowrl.runtime.samples.kept_episodes import KeptEpisodes
 from flowrl.runtime.samples.kept_samples import KeptSamples
 from flowrl.runtime.telemetry import trace
@@ -72,6 +73,7 @@ class RunRecords:
             on_step=self.on_step,
             on_closed=lambda *sample: self.samples.note_closed(*sample),
             bound=job.plan.numbers.max_staleness,
+            reuse=Reuse(job.plan.numbers.max_uses, job.plan.numbers.max_reused_age),
             own_clock=job.plan.own_clock,
             resume=job.resume_from is not None,
             restored_from=job.resume_from,

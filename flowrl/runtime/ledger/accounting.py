@@ -36,6 +36,7 @@ from flowrl.runtime.ledger.sample_fates import (
     ELSEWHERE,
     LEFT_AT_END,
     Fates,
+    Reuse,
     require_fresh,
     require_next,
     used_after_all,
@@ -72,6 +73,7 @@ class Accounting:
         on_step: Callable[[dict[str, Any]], object],
         on_closed: Callable[[str, str, str | None, int], object] = lambda *sample: None,
         bound: int | None = None,
+        reuse: Reuse | None = None,
         own_clock: Collection[str] = (),
         resume: bool = False,
         restored_from: Path | None = None,
@@ -80,6 +82,7 @@ class Accounting:
         self.ledger = Ledger(run_dir / LEDGER, Terms.read(run_dir), restored_from=restored_from)
         self._main = tickets.trainers[0]
         self._bound = bound
+        self._reuse = reuse or Reuse()
         self._own_clock = frozenset(own_clock)
         self._on_step = on_step
         self._on_closed = on_closed
@@ -116,13 +119,16 @@ class Accounting:
             self._taken_up = self.in_flight()
             groups = self._fates.groups.values()
             known = {group.ticket: (tuple(group.held), group.known_steps()) for group in groups}
-            tickets.restore(known, self.ledger.next_number("tickets"))
+            tickets.restore(known, self.ledger.next_number("tickets"), self.ledger.kept_tickets())
 
     def register_handlers(self, endpoint: Endpoint) -> None:
         """Register the handlers for the `LedgerClient` of every host."""
 
         async def admit(host: str, body: Mapping[str, Any]) -> int | None:
-            return await self.admit_group(body["node"], body["group_id"], body["rows"], trainers=body["trainers"])
+            asking = {name: body[name] for name in ("asks", "asked_by") if name in body}
+            return await self.admit_group(
+                body["node"], body["group_id"], body["rows"], trainers=body["trainers"], **asking
+            )
 
         def record(host: str, body: Mapping[str, Any]) -> None:
             self.record_events(body["events"])
@@ -143,13 +149,21 @@ class Accounting:
     # Admission
 
     async def admit_group(
-        self, node: str, group_id: str, rows: Sequence[LedgerRow], *, trainers: Sequence[str] | None = None
+        self,
+        node: str,
+        group_id: str,
+        rows: Sequence[LedgerRow],
+        *,
+        trainers: Sequence[str] | None = None,
+        asks: int = 0,
+        asked_by: str | None = None,
     ) -> int | None:
         """A committed ticket for the group, or None when admission has ended.
 
         `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens); `trainers`: the trainers that the group can reach,
-        all by default. A group that a resume found in flight, because its source was sending it when the checkpoint was
-        written, gets its old ticket, once. Raises FlowrlError if the group was admitted before, or is being admitted.
+        all by default; `asks` and `asked_by`: those of `Out.admit`. A group that a resume found in flight, because its
+        source was sending it when the checkpoint was written, gets its old ticket, once. Raises FlowrlError if the
+        group was admitted before, or is being admitted, or if the sample that asked for it may not do so.
         """
         sample_ids = [row[0] for row in rows]
         if group_id in self._taken_up:
@@ -168,16 +182,41 @@ class Accounting:
         self._reserved |= dict.fromkeys(sample_ids, group_id)
         try:
             await self.bookings.wait_for_jobs()  # events reported before this request count
-            while (ticket := self.tickets.try_admit(trainers)) is None:
+            reserve = dict.fromkeys(sample_ids, asks) if asks else None
+            while True:
+                asked_by = self._find_asking(node, group_id, 1 + len(rows) * asks, asked_by)
+                if (ticket := self.tickets.try_admit(trainers, asks=reserve, asked_by=asked_by)) is not None:
+                    break
                 if self.tickets.closed:
                     return None
                 await self._wait_for_change()
-            self._open_group(ticket, group_id, rows, self.tickets.trainers if trainers is None else trainers)
+            reached = self.tickets.trainers if trainers is None else trainers
+            self._open_group(ticket, group_id, rows, reached, (asks, asked_by))
             await self.bookings.this_tick()
             return ticket
         finally:
             for sample_id in sample_ids:
                 del self._reserved[sample_id]
+
+    def _find_asking(self, node: str, group_id: str, needed: int, asked_by: str | None) -> str | None:
+        """`asked_by`, if tickets are kept for it; None if it has its reward or its fate, and waits for no group.
+
+        Raises FlowrlError if there is no such sample, or if it may not ask for `needed` groups.
+        """
+        if asked_by is None:
+            return None
+        left = self.tickets.num_kept_for(asked_by)
+        if left is None and self.ledger.group_of(asked_by) is None:
+            raise FlowrlError(
+                f"node {node!r} admitted group {group_id!r} with asked_by={asked_by!r}, but no sample of this name was "
+                "admitted; give the sample_id of the sample that waits for the group"
+            )
+        if left is not None and left < needed:
+            raise FlowrlError(
+                f"node {node!r} admitted group {group_id!r} with asked_by={asked_by!r}, which needs {needed} of the "
+                f"tickets kept for that sample, and {left} are left; admit the sample's group with a larger asks="
+            )
+        return None if left is None else asked_by
 
     def _describe_repeated(self, group_id: str, sample_ids: Sequence[str], members: Sequence[int]) -> str:
         """A text that names what of the group was admitted before; "" if nothing was."""
@@ -193,10 +232,19 @@ class Accounting:
                 return f"sample {sample_id!r} a second time, in group {group_id!r} after group {other!r}"
         return ""
 
-    def _open_group(self, ticket: int, group_id: str, rows: Sequence[LedgerRow], trainers: Sequence[str]) -> None:
+    def _open_group(
+        self,
+        ticket: int,
+        group_id: str,
+        rows: Sequence[LedgerRow],
+        trainers: Sequence[str],
+        asking: tuple[int, str | None],
+    ) -> None:
         floors, now = self.tickets.floors(), time.time()
         held = {trainer: floors[trainer] for trainer in trainers}
         self.ledger.add_row("ticket", ticket, group_id, json.dumps(held))
+        if asking != (0, None):
+            self.ledger.add_row("asking", *asking, ticket)
         for sample_id, prompt_id, epoch, member, prompt_tokens in rows:
             born = floors[self._main]
             self.ledger.add_row("admitted", sample_id, group_id, prompt_id, epoch, member, prompt_tokens, born, now)
@@ -337,6 +385,7 @@ class Accounting:
             self._requests.book_episode(sample_id, row)
 
     def _book_score(self, sample_id: str, reward: float, at_s: float) -> None:
+        self.tickets.release_kept(sample_id)
         if sample_id not in self._scored_before:
             self.ledger.add_row("scored", reward, at_s, sample_id)
 
@@ -363,8 +412,13 @@ class Accounting:
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
         self.ledger.add_row("step", trainer, step, time.time())
-        for number, (sample_id, tokens, stale_tokens, masked_tokens, oldest, spans) in enumerate(uses, 1):
-            self._book_use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
+        for number, (sample_id, tokens, stale_tokens, masked_tokens, oldest, spans, *again) in enumerate(uses, 1):
+            if again and not tokens:  # all of it is kept out of the loss, as in its first use
+                continue
+            if again:
+                self._book_reuse(trainer, step, sample_id, again[0], tokens, masked_tokens, oldest)
+            else:
+                self._book_use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
             for start, length, digest in spans:
                 self.ledger.add_row("span", sample_id, trainer, step, start, length, digest)
             if number % USES_AT_ONCE == 0:
@@ -395,11 +449,24 @@ class Accounting:
         self.ledger.add_row("used", sample_id, trainer, step - 1, step, tokens, stale, masked, oldest)
         self._settle_sample(sample_id, trainer, Fate(step, tokens, stale, masked, oldest))
 
+    def _book_reuse(
+        self, trainer: str, step: int, sample_id: str, times: int, tokens: int, masked: int, oldest: int | None
+    ) -> None:
+        """Book that the trainer has used the sample again, after `times` uses in earlier steps. No fate changes."""
+        group = self._fates.group_of(sample_id)
+        finished = group is None or not any(trainer in trainers for trainers in group.open.values())
+        self._reuse.require_allowed(
+            trainer, step, sample_id, times, self.ledger.count_uses(sample_id, trainer), finished=finished
+        )
+        require_fresh(trainer, step - 1, oldest, sample_id, self._reuse.max_age)
+        self.ledger.add_row("reused", sample_id, trainer, step - 1, step, times, tokens, masked, oldest)
+
     def _settle_sample(self, sample_id: str, trainer: str, fate: Fate) -> None:
         """Note a fate, and its consequences for the sample, its group's ticket, and admission."""
         group = self._fates.settle_fate(sample_id, trainer, fate)
         if group is None:
             return
+        self.tickets.release_kept(sample_id)
         if not fate.trained and len(group.held) > 1:
             self.ledger.add_row("left_out", sample_id, trainer, fate.state, fate.reason)
         if (state := self._fates.final_state(group, sample_id)) is not None:

@@ -58,7 +58,8 @@ class Fate:
 # it, the second ("redone") if a checkpoint holds the first.
 INCARNATION = "(SELECT MAX(number) FROM incarnations)"
 STATEMENTS = {
-    "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL, ?)",
+    "ticket": "INSERT INTO tickets VALUES (?, ?, 'open', NULL, ?, 0, NULL)",
+    "asking": "UPDATE tickets SET asks = ?, asked_by = ? WHERE ticket = ?",
     "admitted": "INSERT INTO samples VALUES (?, ?, ?, ?, ?, 'in_flight', NULL, ?, 0, 0, 0, 0, NULL, ?,"
     " NULL, NULL, NULL, NULL, NULL, NULL, ?, NULL, NULL, NULL, 0)",
     "derived": "INSERT INTO derived VALUES (?, ?, ?, ?)",
@@ -74,6 +75,7 @@ STATEMENTS = {
     " oldest_trained_version = ?, trained_version = ?, step = ?, trained_s = ? WHERE sample_id = ?",
     "unused": "UPDATE samples SET state = ?, reason = ?, stale_tokens = ?, masked_tokens = ? WHERE sample_id = ?",
     "used": "INSERT INTO uses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+    "reused": "INSERT INTO reuses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
     "request": f"INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, {INCARNATION}, ?)",
     "abandon": "UPDATE requests SET abandoned = ? WHERE number = ?",
     "void": f"INSERT INTO attempts VALUES (?, ?, ?, {INCARNATION})",
@@ -193,6 +195,13 @@ class Ledger:
         row = self._db.execute(f"{query} WHERE sample_id = ?", (sample_id,)).fetchone()
         return row[0], json.loads(row[1]), row[2], row[3]
 
+    def count_uses(self, sample_id: str, trainer: str) -> int:
+        """How often the trainer has used the sample, in committed steps."""
+        counts = (
+            f"(SELECT COUNT(*) FROM {table} WHERE (sample_id, trainer) = (?1, ?2))" for table in ("uses", "reuses")
+        )
+        return int(self._db.execute(f"SELECT {' + '.join(counts)}", (sample_id, trainer)).fetchone()[0])
+
     def samples_of(self, group_id: str) -> set[str]:
         """The committed samples of a group; empty if there is no such group."""
         rows = self._db.execute("SELECT sample_id FROM samples WHERE group_id = ?", (group_id,))
@@ -222,6 +231,18 @@ class Ledger:
         )
         found = [(group, sample, trainer, Fate(step, *rest)) for group, sample, trainer, step, *rest in used]
         return found + [(group, sample, t, Fate(state=state, reason=why)) for group, sample, t, state, why in lost]
+
+    def kept_tickets(self) -> dict[str, int]:
+        """Sample without a reward -> how many groups may still be admitted because of it."""
+        admitted = "m.sample_id NOT IN (SELECT sample_id FROM derived)"
+        size = f"(SELECT COUNT(*) FROM samples m WHERE m.group_id = a.group_id AND {admitted})"
+        asked = f"(SELECT TOTAL(1 + a.asks * {size}) FROM tickets a WHERE a.asked_by = s.sample_id)"
+        rows = self._db.execute(
+            f"SELECT sample_id, CAST(t.asks - {asked} AS INTEGER) FROM samples s JOIN tickets t USING (group_id)"
+            " WHERE t.asks > 0 AND s.state = 'in_flight' AND scored_s IS NULL"
+            " AND sample_id NOT IN (SELECT sample_id FROM derived)"
+        )
+        return dict(rows.fetchall())
 
     def live_requests(self) -> list[tuple[Any, ...]]:
         """The requests of samples in flight that are not abandoned, in order of their numbers.

@@ -59,11 +59,14 @@ class Use:
     """Policy tokens that a node's `loss_mask` kept out of the loss."""
     spans: tuple[PolicySpan, ...] = ()
     """All policy spans of the sequences in the batch, including those outside of the loss."""
+    times_trained: int = 0
+    """Number of batches that have used the sample before."""
 
     def row(self) -> tuple[Any, ...]:
         """The use as a step reports it: plain values, in the order of the fields, without the group."""
         counts = (self.tokens, self.stale_tokens, self.masked_tokens, self.oldest_version)
-        return (self.sample_id, *counts, [tuple(span) for span in self.spans])
+        again = (self.times_trained,) if self.times_trained else ()
+        return (self.sample_id, *counts, [tuple(span) for span in self.spans], *again)
 
     @classmethod
     def of(cls, sample: Sample, loss_mask: Bool | None = None) -> Use:
@@ -79,7 +82,8 @@ class Use:
         oldest = _policy_version(int(sample.whole_versions[mask].min())) if tokens else None
         stale, masked = num_allowed - tokens, sample.response_tokens - num_allowed
         spans = tuple(policy_spans(sample))
-        return cls(sample.sample_id, sample.group_id, tokens, stale, oldest, masked, spans)
+        again = getattr(sample, "times_trained", 0)
+        return cls(sample.sample_id, sample.group_id, tokens, stale, oldest, masked, spans, again)
 
 
 @dataclass(frozen=True)
@@ -116,14 +120,24 @@ class LedgerClient:
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
 
-    async def admit(self, node: str, samples: Sequence[Prompt], *, trainers: Sequence[str] | None = None) -> int | None:
+    async def admit(
+        self,
+        node: str,
+        samples: Sequence[Prompt],
+        *,
+        trainers: Sequence[str] | None = None,
+        asks: int = 0,
+        asked_by: str | None = None,
+    ) -> int | None:
         """A ticket for one group, committed in the ledger; None when no further group is wanted.
 
-        `samples` are the members of one group; `trainers` are the trainers that they can reach (all by default). Waits
-        for the ticket.
+        `samples` are the members of one group; `trainers` are the trainers that they can reach (all by default). `asks`
+        and `asked_by` are those of `flowrl.graph.ports.Out.admit`. Waits for the ticket.
         """
         rows = _admitted_rows(samples)
-        body = {"node": node, "group_id": samples[0].group_id, "rows": rows, "trainers": trainers}
+        body: dict[str, Any] = {"node": node, "group_id": samples[0].group_id, "rows": rows, "trainers": trainers}
+        if asks or asked_by is not None:
+            body |= {"asks": asks, "asked_by": asked_by}
         ticket: int | None = await self._link.request(DRIVER, "admit", body)
         return ticket
 

@@ -26,7 +26,7 @@ from flowrl.runtime.ledger import chain, ledger_segments
 from flowrl.runtime.ledger.chain import Chain
 
 LISTS = ("trainers", "own_clock", "holders")
-NUMBERS = ("max_staleness", "tickets", "window", "groups_per_batch", "group_size")
+NUMBERS = ("max_staleness", "tickets", "window", "groups_per_batch", "group_size", "max_uses", "max_reused_age")
 COLUMNS = (*LISTS, *NUMBERS, "derives")
 
 
@@ -50,6 +50,9 @@ class Terms:
     """0: tokens beyond the bound are masked out of the loss."""
     groups_per_batch: int | None = None
     group_size: int | None = None
+    max_uses: int | None = None
+    """None: no sample is trained twice."""
+    max_reused_age: int | None = None
     derives: Mapping[str, int] | None = None
     """Label -> the most samples that are derived under it from one."""
 
@@ -109,6 +112,8 @@ CREATE TABLE IF NOT EXISTS incarnations (
     window INTEGER,                     -- 0: stale tokens are masked
     groups_per_batch INTEGER,
     group_size INTEGER,
+    max_uses INTEGER,                   -- of a sample by a trainer; NULL: 1
+    max_reused_age INTEGER,             -- of a token that is trained again
     derives TEXT                        -- JSON, label: the most samples derived under it from one
 );
 CREATE TABLE IF NOT EXISTS steps (
@@ -165,6 +170,17 @@ CREATE TABLE IF NOT EXISTS uses (
     oldest_version INTEGER              -- what its age is counted from, in versions of the trainer
 );
 CREATE INDEX IF NOT EXISTS uses_by_sample ON uses (sample_id);
+CREATE TABLE IF NOT EXISTS reuses (     -- of samples in `uses`, by the same trainer at later steps
+    sample_id TEXT NOT NULL,
+    trainer TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    number INTEGER NOT NULL,            -- how often the trainer had used it before: from 1
+    tokens INTEGER NOT NULL,            -- in the loss again; not in the sample's trained_tokens
+    masked_tokens INTEGER NOT NULL,
+    oldest_version INTEGER
+);
+CREATE INDEX IF NOT EXISTS reuses_by_sample ON reuses (sample_id);
 CREATE TABLE IF NOT EXISTS requests (
     number INTEGER PRIMARY KEY,         -- from 0, in the order of their reports
     request_id TEXT NOT NULL,           -- of its turn; the sample's id where nobody asked turn by turn
@@ -223,7 +239,9 @@ CREATE TABLE IF NOT EXISTS tickets (
     group_id TEXT NOT NULL UNIQUE,
     state TEXT NOT NULL,                -- open, trained, dropped
     step INTEGER,
-    held TEXT NOT NULL                  -- JSON, trainer: version of its weights held everywhere at admission
+    held TEXT NOT NULL,                 -- JSON, trainer: version of its weights held everywhere at admission
+    asks INTEGER NOT NULL,              -- how many groups may be admitted because of each of its samples
+    asked_by TEXT                       -- the sample because of which it was admitted
 );
 CREATE TABLE IF NOT EXISTS evaluations (
     phase TEXT NOT NULL,                -- before, during, after
@@ -241,13 +259,13 @@ CREATE TABLE IF NOT EXISTS evaluations (
 """
 
 TABLES = (
-    *("incarnations", "steps", "samples", "uses", "requests", "spans", "attempts", "episodes", "losses"),
+    *("incarnations", "steps", "samples", "uses", "reuses", "requests", "spans", "attempts", "episodes", "losses"),
     *("tickets", "evaluations", "derived"),
 )
 BEGIN_INCARNATION = (
     "INSERT INTO incarnations VALUES ((SELECT COUNT(*) FROM incarnations), ?, NULL,"
     " (SELECT COALESCE(MAX(number) + 1, 0) FROM commits), (SELECT COALESCE(MAX(ticket) + 1, 0) FROM tickets),"
-    " ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 
 

@@ -174,6 +174,33 @@ class Fates:
         yield from [(s, t) for group in groups for s, trainers in group.open.items() for t in sorted(trainers)]
 
 
+@dataclass(frozen=True)
+class Reuse:
+    """What the graph allows of samples that are trained again; by default nothing."""
+
+    max_uses: int | None = None
+    """By one trainer, the first use included."""
+    max_age: int | None = None
+    """The age of a token that is trained again, in versions."""
+
+    def require_allowed(
+        self, trainer: str, step: int, sample_id: str, times: int, known: int, *, finished: bool
+    ) -> None:
+        """Raise FlowrlError unless the trainer may use the sample after `times` uses, of which `known` are booked."""
+        what = f"trainer {trainer!r} used sample {sample_id!r} again at step {step}"
+        if self.max_uses is None:
+            raise FlowrlError(
+                f"{what}, but the graph declares no reuse: its tokens would be trained more than once. Give the "
+                "batcher replay=Replay(groups=...), which bounds and proves reuse"
+            )
+        if not known or not finished:
+            raise FlowrlError(f"{what}, but it has not finished its group in an earlier step; a reuse follows that")
+        if known != times:
+            raise FlowrlError(f"{what} as use {times + 1}, but the ledger has {known} earlier uses of it")
+        if times >= self.max_uses:
+            raise FlowrlError(f"{what} as use {times + 1}, but the graph allows {self.max_uses} (replay.max_uses)")
+
+
 def require_next(trainer: str, step: int, versions: Mapping[str, int]) -> None:
     """Raise FlowrlError unless `step` is the one that follows the newest of the trainer's `versions`."""
     if trainer not in versions:

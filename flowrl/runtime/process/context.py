@@ -46,10 +46,12 @@ class ReplicaPlace:
     start_version: int
     run_id: str
     max_staleness: int | None = None
+    max_reused_age: int | None = None
     window: int | None = None
     longest_asked: int | None = None
     """Length, in tokens, of the longest prompt or context that is sent to the node."""
     own_clock: bool = False
+    has_leftovers: bool = False
     in_pieces: bool = False
     lease: str = ""
     """The lock that a process with shared devices must hold while it works."""
@@ -81,8 +83,10 @@ class NodeContext:
         self.cores, self.gpus, self.time_shared = place.cores, place.gpus, bool(place.lease)
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
         self.max_staleness, self.window = place.max_staleness, place.window
+        self.max_reused_age = place.max_reused_age
         self.longest_asked = place.longest_asked
         self.own_clock, self.in_pieces = place.own_clock, place.in_pieces
+        self.has_leftovers = place.has_leftovers
         self.others_stand_in = place.node in place.stand_ins
         self.weight_routes = place.weight_routes
         self.keep_episodes = place.keep_episodes

@@ -22,17 +22,17 @@ from flowrl.messages.episode import Turn
 from flowrl.runtime.checkpoints.snapshots import SavedMessage
 from flowrl.runtime.process.context import DRIVER, NodeContext, ReplicaPlace
 from flowrl.runtime.telemetry.trace import TraceBuffer
-from flowrl.wire.activity import Activity, Lease, as_failure, in_invocation, reasons_alive
+from flowrl.wire.activity import Activity, Lease, as_failure, find_inside, in_invocation, reasons_alive
 from flowrl.wire.asks import PolicyCall
 from flowrl.wire.control import Answer
 from flowrl.wire.derived_samples import DerivedNumbers, DerivedSamples
 from flowrl.wire.edges import Inbox, OutEdge
-from flowrl.wire.encoding.schema import Envelope
+from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.in_ports import Inbound
 from flowrl.wire.items import NOT_ROUTED, Item, OpenItems, samples_of
 from flowrl.wire.lanes import LaneSpec
-from flowrl.wire.out_ports import Kept, Outbound
+from flowrl.wire.out_ports import GroupOffer, Kept, Outbound
 from flowrl.wire.requests import LiveCall, LiveServe
 
 TRACED_WAIT_NS = 1_000_000
@@ -59,6 +59,8 @@ class Replica:
         self._trace = trace
         self._tasks = asyncio.TaskGroup()
         self._restored: list[tuple[Outbound, Kept]] = []
+        self._offers: list[tuple[Outbound, GroupOffer]] = []
+        """Groups that were being admitted when the checkpoint was taken."""
         self.ended = False
         self._closed_by: set[str] = set()
         """The reasons for which in ports currently take nothing, or out ports send nothing."""
@@ -71,6 +73,10 @@ class Replica:
                 for out, kept in self._restored:
                     tasks.create_task(self._send_again(out, kept))
                 self._restored = []
+                for out, offer in self._offers:  # before the body, which may offer the same groups
+                    admitting = tasks.create_task(self._admit_again(out, offer))
+                    out.offered_again[offer.prompts[0].group_id] = admitting
+                self._offers = []
                 tasks.create_task(self._run_body(asyncio.current_task()))
         self.ended = True
         self.context.ledger.flush()
@@ -91,6 +97,12 @@ class Replica:
     async def _send_again(self, out: Outbound, kept: Kept) -> None:
         with self.activity.waiting("credit", kept[0], inside=None):
             await out.restore(kept)
+
+    async def _admit_again(self, out: Outbound, offer: GroupOffer) -> bool:
+        try:
+            return await out.admit_offer(offer)
+        finally:
+            out.count_leaving(-1)
 
     def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
         self.book(items, marker)
@@ -156,7 +168,8 @@ class Replica:
 
     def _note_samples(self, items: Sequence[Item], *, failed: bool = False) -> None:
         """Offer the samples in `items`, whose fate is decided here, for keeping; the last item with a sample counts."""
-        samples = {sample.sample_id: sample for item in items for sample in samples_of(item.body)}
+        found = (sample for item in items for sample in samples_of(item.body))
+        samples = {sample.sample_id: sample for sample in found if not getattr(sample, "times_trained", 0)}
         if samples:
             self.context.samples.send_decided(samples.values(), failed=failed)
 
@@ -227,6 +240,12 @@ class Replica:
         """The messages that no consumer has finished, and records of items in progress, for `Snapshot.add_saved`."""
         replica_id = self.place.replica_id
         messages = [(replica_id, *kept) for out in self.outbound.values() for kept in out.unacked()]
+        for out in self.outbound.values():
+            edge = f"{out.port} -> "  # to nobody yet
+            messages += [
+                (replica_id, edge, "", Envelope(source_id("offer", group_id), group_id=group_id, body=offer))
+                for group_id, offer in out.offers.items()
+            ]
         records = [*self.open_items.kept_records(), *self.open_items.kept_asks()]
         return messages + [(replica_id, port, "", Envelope(key, body=record)) for (port, key), record in records]
 
@@ -237,8 +256,18 @@ class Replica:
         outside = [key for out in self.outbound.values() for key in out.sent_outside()]
         return [key for key in self.open_items.sent_by_open_items() if key not in waiting] + admitted + outside
 
-    async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
-        return await self.context.ledger.admit(self.place.node, samples, trainers=trainers)
+    async def admit(
+        self, samples: Sequence[Prompt], trainers: Sequence[str], asks: int, asked_by: str | None
+    ) -> int | None:
+        if asks > (most := self.node.facts().asks):
+            raise FlowrlError(
+                f"node {self.place.node!r} admitted a group with asks={asks}, but declares {most}; `flowrl check` has "
+                f"to know how many tickets are kept for the groups that a sample asks for: return Facts(asks={asks}) "
+                "from facts()"
+            )
+        return await self.context.ledger.admit(
+            self.place.node, samples, trainers=trainers, asks=asks, asked_by=asked_by
+        )
 
     def trace_sent(self, envelope: Envelope) -> None:
         self._trace.record_sent(self.place.replica_id, envelope)
@@ -253,6 +282,9 @@ class Replica:
         ports = [out for out in self.outbound.values() if kept[0].startswith(f"{out.port} -> ")]
         for out in ports:
             out.count_leaving(+1)
+        if isinstance(offer := kept[2].body, GroupOffer):
+            self._offers += [(out, offer) for out in ports]
+            return
         self._restored += [(out, kept) for out in ports]
 
     def trace_invocation(self, item: Item, *, begins: bool) -> None:
@@ -274,6 +306,7 @@ class Replica:
         """The report for the stall watch; `alive` lists the reasons, if any, why the node moves without other nodes."""
         now = time.monotonic()
         waits = [(wait.kind, wait.what, now - wait.since_s) for wait in self.activity.waits.values()]
+        waits += [("inside", f"something inside the node, at {place}", 0.0) for place in find_inside(self.activity)]
         if self._closed_by and not self.ended:
             waits.append(("barrier", "the driver, which keeps its ports closed", 0.0))
         return {

@@ -6,6 +6,38 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="reused_too_often",
+        fault="a batcher takes a group along more often than max_uses says",
+        function="ReplayBuffer._usable",
+        before="one.uses < most and",
+        after="one.uses <= most and",
+        test="tests/nodes/test_nodes_replay.py::test_a_group_is_taken_along_up_to_its_number_of_uses",
+    ),
+    Mutant(
+        name="reused_too_old",
+        fault="a batcher takes a group along that is older than max_age says",
+        function="ReplayBuffer._usable",
+        before="one.first >= oldest",
+        after="one.first >= oldest - 1",
+        test="tests/nodes/test_nodes_replay.py::test_a_group_is_taken_along_up_to_its_age",
+    ),
+    Mutant(
+        name="replay_not_in_state",
+        fault="a resumed batcher has no groups to train again",
+        function="TokenBatch._current_state",
+        before='{"replay": self._buffer.state()}',
+        after="{}",
+        test="tests/runtime/ledger/test_replay.py::test_a_resumed_run_reuses_what_one_that_was_not_stopped_would_have[config0]",
+    ),
+    Mutant(
+        name="replayed_groups_not_copied",
+        fault="a batcher keeps arrays that are valid only until their group is finished",
+        function="ReplayBuffer.add_groups",
+        before="copy.deepcopy(replace(group, metrics={}))",
+        after="copy.copy(replace(group, metrics={}))",
+        test="tests/nodes/test_nodes_replay.py::test_kept_groups_are_copies_and_come_back_from_a_state",
+    ),
+    Mutant(
         name="parts_not_checked_together",
         fault="what concerns several parts of a configuration is not checked",
         function="GraphConfig.problems",

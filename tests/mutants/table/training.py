@@ -6,6 +6,14 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="reuse_beyond_its_bound",
+        fault="a trainer takes tokens of any age if it has trained them before",
+        function="Learner._assert_bound",
+        before="if bound is None or version - oldest > bound:",
+        after="if not sample.times_trained and (bound is None or version - oldest > bound):",
+        test="tests/training/test_training_pieces.py::test_a_token_that_is_trained_again_has_a_bound_of_its_own",
+    ),
+    Mutant(
         name="advantage_sign",
         fault="the surrogate is minimised",
         function="clip_surrogate",

@@ -102,6 +102,22 @@ MUTANTS = (
         test="tests/wire/test_channel_table.py::test_keys_keep_their_types",
     ),
     Mutant(
+        name="kept_tickets_given_away",
+        fault="a group takes a ticket that is kept for a group that another one asks for",
+        function="Tickets._all_out",
+        before="self.num_open + self._num_kept + needed",
+        after="self.num_open + needed",
+        test="tests/wire/test_tickets.py::test_a_group_takes_a_ticket_only_if_those_that_it_asks_for_have_one_too",
+    ),
+    Mutant(
+        name="own_waits_unseen",
+        fault="a node that waits for a future of its own counts as alive",
+        function="_waits_inside",
+        before='type(at).__name__ == "FutureIter"',
+        after='type(at).__name__ == ""',
+        test="tests/wire/test_runtime_pending.py::test_a_node_that_waits_for_something_of_its_own_is_moved_by_another_alone_and_its_line_is_told",
+    ),
+    Mutant(
         name="piece_of_the_next_batch",
         fault="a piece may have a group of the next batch",
         function="Window._choose_tickets",

@@ -13,6 +13,18 @@ FILTERED = "UPDATE samples SET {} WHERE sample_id = 'g4/0'"
 USE = "UPDATE uses SET {} WHERE sample_id = 'g0/0'"
 TICKET = "UPDATE tickets SET {} WHERE ticket = 0"
 LAST = "UPDATE tickets SET {} WHERE ticket = (SELECT MAX(ticket) FROM tickets)"
+AGAIN = (
+    "INSERT INTO reuses SELECT sample_id, trainer, {version}, {step}, {number}, {tokens}, {masked}, {oldest} FROM uses"
+    " WHERE sample_id = '{sample}'"
+)
+"""A reuse of a sample; by default, but for the cap of the run, a sound one."""
+
+
+def again(sample: str = "g0/0", **values: object) -> str:
+    sound = {"version": 2, "step": 3, "number": 1, "tokens": "tokens", "masked": 0, "oldest": "oldest_version"}
+    return AGAIN.format(sample=sample, **{**sound, **values})
+
+
 VERSION_2 = "oldest_version = 2, newest_version = 2"
 DAMAGES = {
     "unknown state": ([A.format("state = 'lost'")], "state", "unknown state 'lost'"),
@@ -69,6 +81,62 @@ DAMAGES = {
         ["INSERT INTO uses SELECT sample_id, trainer, 1, 2, tokens, 0, 0, 0 FROM uses WHERE sample_id = 'g0/0'"],
         "uses",
         "sample g0/0 was used 2 times by trainer",
+    ),
+    "used again by a stranger": (
+        ["INSERT INTO reuses VALUES ('x/0', 'trainer', 2, 3, 1, 3, 0, 0)"],
+        "reuses",
+        "trainer used sample x/0 again, which was never admitted",
+    ),
+    "used again at no step": (
+        [again(step=99)],
+        "reuses",
+        "trainer used sample g0/0 again at step 99, which it has not finished",
+    ),
+    "used again before": (
+        [again("g6/0", step=1)],
+        "reuses",
+        "trainer used sample g6/0 again at step 1, but never before",
+    ),
+    "used again in an open group": (
+        [again(), "UPDATE uses SET step = 4, version = 3 WHERE sample_id = 'g0/2'"],
+        "reuses",
+        "trainer used sample g0/0 again at step 3, but its group was not finished then",
+    ),
+    "a reuse left out": (
+        [again(number=2)],
+        "reuses",
+        "used sample g0/0 again at step 3 after 2 uses by its own count, but after 1 by the ledger's",
+    ),
+    "a reuse too many": ([again()], "reuses", "trainer used sample g0/0 2 times by step 3, but the run allows 1"),
+    "a reuse of more tokens": (
+        [again(tokens=99)],
+        "reuses",
+        "trainer used sample g0/0 again at step 3 with 99 tokens in the loss and 0 masked, of ",
+    ),
+    "a reuse of a filtered sample": (
+        ["INSERT INTO reuses VALUES ('g4/0', 'trainer', 2, 3, 1, 1, 0, 0)"],
+        "reuses",
+        "trainer used sample g4/0 again at step 3, but the sample is filtered",
+    ),
+    "a reuse that was fed nothing": (
+        [again()],
+        "reuses",
+        "trainer used sample g0/0 again and was fed 0 policy tokens of it at step 3, but ",
+    ),
+    "a reuse of another version": (
+        [again(version=1)],
+        "versions",
+        "sample g0/0: step 3 updates version 1, not the one before it, in a reuse",
+    ),
+    "a reuse of newer tokens": (
+        [again(oldest=2)],
+        "versions",
+        "sample g0/0: the oldest token of a reuse is of version 2, but its tokens are of ",
+    ),
+    "a reuse too old": (
+        [again(), "UPDATE incarnations SET max_uses = 2, max_reused_age = 1"],
+        "bound",
+        "trained version 2 of trainer again (age 2), but a reuse is bound by 1",
     ),
     "a stranger": (
         ["INSERT INTO uses VALUES ('x/0', 'trainer', 0, 1, 3, 0, 0, 0)"],
@@ -150,9 +218,28 @@ DAMAGES = {
         "group g0 has samples, but never took a ticket",
     ),
     "a ticket without a group": (
-        ["INSERT INTO tickets VALUES (99, 'x', 'dropped', NULL, '{}')"],
+        ["INSERT INTO tickets VALUES (99, 'x', 'dropped', NULL, '{}', 0, NULL)"],
         "tickets",
         "ticket 99 was taken for group x, which has no samples",
+    ),
+    "a group that a later sample asked for": (
+        ["UPDATE tickets SET asked_by = 'g2/0' WHERE ticket = 1", "UPDATE tickets SET asks = 1 WHERE ticket = 2"],
+        "tickets",
+        "group g1 was asked for by sample g2/0, which was not admitted before it",
+    ),
+    "a sample that asks too often": (
+        [
+            "UPDATE tickets SET asked_by = 'g0/0' WHERE ticket = 1",
+            "UPDATE tickets SET asked_by = 'g0/0' WHERE ticket = 2",
+            "UPDATE tickets SET asks = 1 WHERE ticket = 0",
+        ],
+        "tickets",
+        "sample g0/0 asked for 2 groups, but tickets were kept for 1",
+    ),
+    "fewer than no kept tickets": (
+        [TICKET.format("asks = -1")],
+        "tickets",
+        "ticket 0 keeps -1 tickets for each sample of its group",
     ),
     "a dropped group that trained": (
         [TICKET.format("state = 'dropped'")],

@@ -26,6 +26,7 @@ from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.ledger import bookings, ledger, ledger_client, ledger_file
 from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
+from flowrl.runtime.ledger.ledger import Fate
 from flowrl.runtime.telemetry.metrics import read_lines
 from flowrl.wire.tickets import Tickets
 from tests.rigs.ticks import ticks
@@ -59,7 +60,7 @@ def test_a_group_is_committed_before_its_source_gets_the_ticket(tmp_path: Path) 
         assert rows(
             tmp_path, "SELECT sample_id, group_id, prompt_id, member, state, prompt_tokens, born_version FROM samples"
         ) == [(f"g0/{m}", "g0", "p0", m, "in_flight", 5, 0) for m in range(3)]
-        assert rows(tmp_path, "SELECT * FROM tickets") == [(0, "g0", "open", None, '{"trainer": 0}')]
+        assert rows(tmp_path, "SELECT * FROM tickets") == [(0, "g0", "open", None, '{"trainer": 0}', 0, None)]
 
     run(body())
 
@@ -595,6 +596,33 @@ TWICE_WRITTEN: tuple[tuple[Any, ...], ...] = (
     ("generated", "generator/0", 5, 1, 2, 9.0, "g0/0"),
     ("redone", 4, "g0/0"),
 )
+
+
+def test_a_resumed_run_keeps_tickets_for_what_its_samples_may_still_ask_for(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path, ahead=3)
+        accounting = small.accounting
+        rows_of = [[(f"{g}/{m}", "p", 0, m, 5) for m in range(2)] for g in "abc"]
+        assert await accounting.admit_group("prompts/0", "a", rows_of[0], asks=1) == 0
+        with pytest.raises(FlowrlError, match="no sample of this name"):
+            await accounting.admit_group("prompts/0", "b", rows_of[1], asked_by="x/0")
+        assert await accounting.admit_group("prompts/0", "b", rows_of[1], asked_by="a/0") == 1
+        with pytest.raises(FlowrlError, match="needs 1 of the tickets kept for that sample, and 0 are left"):
+            await accounting.admit_group("prompts/0", "c", rows_of[2], asked_by="a/0")
+        small.close(orderly=False)
+        again = SmallRun(tmp_path, ahead=3, resume=True).accounting
+        assert [again.tickets.num_kept_for(name) for name in ("a/0", "a/1", "b/0")] == [0, 1, None]
+        again._settle_sample("a/1", POLICY, Fate(state="filtered", reason="test"))
+        assert again.tickets.num_kept_for("a/1") is None
+        assert await again.admit_group("prompts/0", "c", rows_of[2], asked_by="a/1") == 2
+        again.close(orderly=False)
+        assert rows(tmp_path, "SELECT asks, asked_by FROM tickets ORDER BY ticket") == [
+            (1, None),
+            (0, "a/0"),
+            (0, None),
+        ]
+
+    run(body())
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(TWICE_WRITTEN)))
