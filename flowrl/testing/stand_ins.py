@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.graph.analysis.size_rules import most_asked
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Node, Saved
 from flowrl.messages import Bool, Float32, Int32, Prompt, Sample, Weights
@@ -416,13 +417,16 @@ def stand_in(graph: Graph, directory: Path) -> Graph:
         if (own := next((own for of, own in STAND_INS if isinstance(node, of)), None)) is not None:
             about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
             node.__class__ = type(kind.__name__, (own, kind), about)
-        _make_small(node, directory, trains=trains)
+        _make_small(node, directory, trains=trains, asked=most_asked(graph)[1])
     graph.time_shared = []
     return graph
 
 
-def _make_small(node: Node, directory: Path, *, trains: bool) -> None:
-    """Let the node do little, and write nothing outside of `directory`."""
+def _make_small(node: Node, directory: Path, *, trains: bool, asked: int) -> None:
+    """Let the node do little, and write nothing outside of `directory`.
+
+    `asked` is the number of groups that a group may ask for: there have to be tickets for them.
+    """
     if isinstance(node, Trainer):
         node.sequence_parallel_size = node.tensor_parallel_size = 1
         node.start_after = min(node.start_after, 1)  # the loss is called in the second batch
@@ -433,7 +437,7 @@ def _make_small(node: Node, directory: Path, *, trains: bool) -> None:
             for sets in (node.sets, node.agent_sets)
         )
     elif isinstance(node, TokenBatch):
-        node.num_groups = min(node.num_groups, node.optimizer_steps * NUM_GROUPS)
+        node.num_groups = min(node.num_groups, max(node.optimizer_steps * NUM_GROUPS, asked))
     elif isinstance(node, LineWriter):
         node.path = str(directory / "written.jsonl")
     elif isinstance(node, RowSource) and not trains:
