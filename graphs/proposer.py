@@ -11,7 +11,7 @@ flowrl run proposer --steps 60
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from flowrl import Call, Facts, Graph, In, Node, Out, Prompt, Sample, Scored, Serve
@@ -115,9 +115,7 @@ class Arena(Node):
                 return
             reward = 1 - abs(2 * sum(rewards) / len(rewards) - 1)
             self.context.gauge("answers_right", sum(rewards) / len(rewards))
-        scored = Scored(**{f.name: getattr(sample, f.name) for f in fields(Sample)}, reward=reward, raw_reward=reward)
-        self.context.ledger.scored(scored)
-        await self.scored.send(scored)
+        await self.scored.send(Scored.of(sample, reward))
 
 
 @dataclass(frozen=True)
