@@ -7,6 +7,7 @@ of rows, and a problem that is generated twice is in the same part both times.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -73,7 +74,8 @@ class Row:
         """Raise ConfigError for values that no message can carry: otherwise they would fail a lane in the middle of the
         run."""
         for turn in self.turns:
-            _require_sendable_all("the prompt", turn.values())
+            for said in turn.values():
+                _require_sendable("the prompt", said)
         _require_sendable("the column 'tools'", self.tools)
         _require_sendable("the answer", self.reply)
         for name, value in self.columns.items():
@@ -241,15 +243,11 @@ def _require_sendable(where: str, value: Any, nested: int = 0) -> None:
     elif nested == MAX_NESTED:
         raise ConfigError(f"{where} holds values nested deeper than {MAX_NESTED}; flatten them, or write them as text")
     elif isinstance(value, Mapping):
-        _require_sendable_all(where, value, nested + 1)
-        _require_sendable_all(where, value.values(), nested + 1)
+        for inner in itertools.chain(value, value.values()):
+            _require_sendable(where, inner, nested + 1)
     elif isinstance(value, tuple | list):
-        _require_sendable_all(where, value, nested + 1)
-
-
-def _require_sendable_all(where: str, values: Iterable[Any], nested: int = 0) -> None:
-    for value in values:
-        _require_sendable(where, value, nested)
+        for inner in value:
+            _require_sendable(where, inner, nested + 1)
 
 
 # How a row's messages are worded

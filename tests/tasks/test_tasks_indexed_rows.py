@@ -23,6 +23,7 @@ from flowrl.tasks.row_reading.columns import Keys, make_row
 from flowrl.tasks.row_reading.record_formats import Reading
 from flowrl.tasks.row_reading.row_loading import all_rows
 from flowrl.tasks.row_reading.rows_on_disk import IndexedRows, prompt_ids, rows_by_id
+from flowrl.tasks.rows import word_row
 from flowrl.testing import run_node
 from tests.tasks.row_compare import both, require_same
 
@@ -200,7 +201,9 @@ def test_a_file_that_stays_open_is_read_whatever_becomes_of_its_name(
     monkeypatch.setattr(rows_on_disk, "READ_BYTES", 100)
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"q {n}"}) + "\n" for n in range(40)))
-    store = rows_on_disk.FileRows(file, "train", partial(make_row, Keys()))
+    store = rows_on_disk.FileRows(
+        file, "train", partial(make_row, Keys()), "", partial(word_row, source="", template="")
+    )
     first = list(store.read_rows(Reading()))
     assert [row.prompt for _, row in first] == [f"q {n}" for n in range(40)]
     file.unlink()

@@ -32,7 +32,7 @@ from flowrl.machine.cache import cache_dir
 from flowrl.machine.disk import DiskRoom
 from flowrl.tasks import Rows, Task, load_rows
 from flowrl.tasks.row_reading import record_formats, rows_on_disk
-from flowrl.tasks.row_reading.record_formats import array_elements
+from flowrl.tasks.row_reading.record_formats import ArrayScan
 from flowrl.tasks.row_reading.rows_on_disk import IndexedRows, plain_file
 
 RECORDS = [
@@ -179,7 +179,7 @@ def test_elements_are_those_of_the_array(values: list[Any], ascii_only: bool, in
     content = text.encode("utf-8", errors="surrogatepass")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(record_formats, "CHUNK_BYTES", chunk)
-        found = list(array_elements(Path("a.json"), io.BytesIO(content)))
+        found = list(ArrayScan(Path("a.json"), io.BytesIO(content)).find_elements())
     assert [json.loads(part.decode("utf-8", errors="surrogatepass")) for _, part in found] == values
     assert all(content[offset : offset + len(part)] == part for offset, part in found)
 
@@ -187,7 +187,7 @@ def test_elements_are_those_of_the_array(values: list[Any], ascii_only: bool, in
 def test_an_array_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_formats, "CHUNK_BYTES", 1000)
     content = io.BytesIO(b"[" + b",".join([b'{"prompt": "0123456789"}'] * 4000) + b"]")
-    ahead = [content.tell() - offset - len(part) for offset, part in array_elements(Path("a.json"), content)]
+    ahead = [content.tell() - offset - len(part) for offset, part in ArrayScan(Path("a.json"), content).find_elements()]
     assert len(ahead) == 4000 and max(ahead) <= 2000
 
 

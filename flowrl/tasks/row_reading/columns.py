@@ -25,7 +25,6 @@ from flowrl.tasks.row_reading.message_shapes import (
     ROLES,
     alpaca_prompt,
     from_sharegpt,
-    is_alpaca,
     is_turn,
     make_definitions,
     make_turns,
@@ -194,6 +193,7 @@ def make_row(keys: Keys, place: str, record: RawRow, *, compared: bool = True) -
     turns, reference = _read_question(place, told, keys, column)
     tools = tools_of(place, record, keys)
     columns = _columns_for_rewards(place, record, keys, column, reference)
+    asked = (column, *reference.columns)
     other = next((name for name in CONVERSED if isinstance(told.get(name), list)), "")
     row = Row(
         turns,
@@ -203,7 +203,7 @@ def make_row(keys: Keys, place: str, record: RawRow, *, compared: bool = True) -
         tools=tools,
         reply=reference.reply,
         place=place,
-        opened=opened_columns(record, told, (column, *reference.columns)),
+        opened=tuple(name for name in asked if told.get(name) is not record.get(name)),
         unread=other if column == keys.prompt_column else "",
     )
     row.require_short()
@@ -231,11 +231,6 @@ def _missing_in_answer(check: str, row: Row, *, compared: bool) -> str:
         return "" if is_readable(answer) else "a number or formula"
     needed, find = NEEDED.get(check, ("", bool))
     return needed if needed and find(answer) is None else ""
-
-
-def opened_columns(record: RawRow, told: RawRow, columns: Iterable[str]) -> tuple[str, ...]:
-    """Those of `columns` whose text `told` has as messages."""
-    return tuple(name for name in columns if told.get(name) is not record.get(name))
 
 
 def _columns_for_rewards(
@@ -276,7 +271,7 @@ def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
     for column in named or (keys.prompt_column, keys.messages_column, CONVERSATIONS):
         if column in record:
             return column
-    if not named and is_alpaca(record):
+    if not named and INSTRUCTION in record and OUTPUT in record:
         return INSTRUCTION
     wanted = named[0] if named else keys.prompt_column
     option = "messages" if wanted == keys.messages else "prompt"

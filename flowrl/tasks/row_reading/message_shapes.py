@@ -50,23 +50,22 @@ OPENING = re.compile(r"\s*\[\s*\{\s*(?P<quote>[\"'])")
 
 
 def with_messages(record: Mapping[str, Any], columns: Iterable[str]) -> Mapping[str, Any]:
-    """The record with the lists of messages that its `columns` hold as text."""
-    told = {name: found for name in columns if (found := _messages_in(record.get(name))) is not None}
-    return {**record, **told} if told else record
-
-
-def _messages_in(value: object) -> list[Mapping[str, Any]] | None:
-    """The list of messages that `value` is the text of; None for other values. A role may be unknown: `is_turn` tells.
+    """The record with the lists of messages that its `columns` hold as text. A role may be unknown: `is_turn` tells.
 
     A text that begins like such a list and cannot be parsed is no list, but text.
     """
-    if not isinstance(value, str) or (opening := OPENING.match(value)) is None:
-        return None
-    try:
-        found = json.loads(value) if opening["quote"] == '"' else ast.literal_eval(value.strip())
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None
-    return found if isinstance(found, list) and all(map(_is_like_message, found)) else None
+    told = {}
+    for name in columns:
+        value = record.get(name)
+        if not isinstance(value, str) or (opening := OPENING.match(value)) is None:
+            continue
+        try:
+            found = json.loads(value) if opening["quote"] == '"' else ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        if isinstance(found, list) and all(map(_is_like_message, found)):
+            told[name] = found
+    return {**record, **told} if told else record
 
 
 def _is_like_message(turn: object) -> bool:
@@ -78,8 +77,13 @@ def _is_like_message(turn: object) -> bool:
 
 def from_sharegpt(value: object) -> object:
     """A list of {from, value} as one of {role, content}; anything else unchanged."""
-    if not (isinstance(value, Sequence) and value and all(map(_is_sharegpt, value))):
+    if not isinstance(value, Sequence) or not value:
         return value
+    for turn in value:
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
+            return value
+        if not isinstance(speaker := turn.get("from"), str) or speaker not in SHAREGPT:
+            return value
     found = []
     for turn in value:
         speaker, said = turn["from"], turn["value"]
@@ -91,18 +95,6 @@ def from_sharegpt(value: object) -> object:
         else:
             found.append({"role": SHAREGPT[speaker], "content": said, **others})
     return found
-
-
-def _is_sharegpt(turn: object) -> bool:
-    if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
-        return False
-    speaker = turn.get("from")
-    return isinstance(speaker, str) and speaker in SHAREGPT
-
-
-def is_alpaca(record: Mapping[str, Any]) -> bool:
-    """Whether the record has Alpaca's columns."""
-    return "instruction" in record and "output" in record
 
 
 def alpaca_prompt(place: str, record: Mapping[str, Any]) -> object:
@@ -158,29 +150,30 @@ def is_turn(turn: object) -> bool:
 
 def make_turns(place: str, value: Sequence[Mapping[str, Any]], what: str) -> Turns:
     """The messages in one form: role, content, calls and the further fields that templates read. Raises Malformed."""
-    return tuple(_make_turn(place, turn, what) for turn in value)
-
-
-def _make_turn(place: str, turn: Mapping[str, Any], what: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": turn["role"], "content": turn.get("content") or ""}
-    if calls := parse_json_text(turn.get(CALLS)):
-        if turn["role"] != "assistant" or isinstance(calls, str) or not isinstance(calls, Sequence):
-            raise Malformed(
-                f"{place}: in the {what}, {CALLS} of the {turn['role']} are {str(calls)[:60]!r}; they need to be a "
-                "list of calls of the assistant"
-            )
-        found[CALLS] = tuple(_make_call(place, one, what) for one in calls)
-    found |= {name: turn[name] for name in TEXTS if isinstance(turn.get(name), str)}
-    for name in REASONING:
-        if (text := turn.get(name)) in (None, ""):
-            continue
-        if not isinstance(text, str) or turn["role"] != "assistant":
-            raise Malformed(
-                f"{place}: in the {what}, {name} of the {turn['role']} is {str(text)[:60]!r}; it needs text, in a "
-                "message of the assistant"
-            )
-        found[name] = text
-    return found if _is_trained(place, turn, what) else {**found, WEIGHT: 0}
+    turns = []
+    for turn in value:
+        found: dict[str, Any] = {"role": turn["role"], "content": turn.get("content") or ""}
+        if calls := parse_json_text(turn.get(CALLS)):
+            if turn["role"] != "assistant" or isinstance(calls, str) or not isinstance(calls, Sequence):
+                raise Malformed(
+                    f"{place}: in the {what}, {CALLS} of the {turn['role']} are {str(calls)[:60]!r}; they need to be a "
+                    "list of calls of the assistant"
+                )
+            found[CALLS] = tuple(_make_call(place, one, what) for one in calls)
+        found |= {name: turn[name] for name in TEXTS if isinstance(turn.get(name), str)}
+        for name in REASONING:
+            if (text := turn.get(name)) in (None, ""):
+                continue
+            if not isinstance(text, str) or turn["role"] != "assistant":
+                raise Malformed(
+                    f"{place}: in the {what}, {name} of the {turn['role']} is {str(text)[:60]!r}; it needs text, in a "
+                    "message of the assistant"
+                )
+            found[name] = text
+        if not _is_trained(place, turn, what):
+            found[WEIGHT] = 0
+        turns.append(found)
+    return tuple(turns)
 
 
 def _is_trained(place: str, turn: Mapping[str, Any], what: str) -> bool:
@@ -211,18 +204,17 @@ def make_definitions(place: str, value: object, column: str) -> tuple[Mapping[st
     found = parse_json_text(value)
     if found is None or found == [] or (isinstance(found, str) and not found.strip()):
         return ()
-    if not isinstance(found, Sequence) or isinstance(found, str) or not all(map(_is_definition, found)):
+    inner = [
+        one.get("function", one) if isinstance(one, Mapping) else None
+        for one in (found if isinstance(found, Sequence) and not isinstance(found, str) else (None,))
+    ]
+    if not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) and one["name"] for one in inner):
         raise Malformed(
             f"{place}: the column {column!r} is {str(value)[:60]!r}; it needs a list of tool definitions, each "
             "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}, or that as JSON text; if it means "
             "something else, write FILE:tools=none; to use another column, FILE:tools=COLUMN"
         )
-    return tuple({"type": "function", "function": without_nulls(one.get("function", one))} for one in found)
-
-
-def _is_definition(value: object) -> bool:
-    inner = value.get("function", value) if isinstance(value, Mapping) else None
-    return isinstance(inner, Mapping) and isinstance(inner.get("name"), str) and bool(inner["name"])
+    return tuple({"type": "function", "function": without_nulls(one)} for one in inner)
 
 
 def _make_call(place: str, value: object, what: str) -> Mapping[str, Any]:

@@ -18,7 +18,6 @@ from flowrl.tasks.row_reading.columns import (
     answer_value,
     is_missing,
     make_conversation,
-    opened_columns,
     plain_reply,
     plain_value,
     require_prompt,
@@ -42,16 +41,14 @@ class Preference(Row):
     @property
     def all_turns(self) -> Turns:
         """Every message of the row, including those of completions that are not text."""
-        given = [self.columns[name] for name in (*PAIR, "completion") if self._has_turns(name)]
+        given = [told for name in (*PAIR, "completion") if isinstance(told := self.columns.get(name), tuple)]
         return (*self.turns, *itertools.chain.from_iterable(given))
 
     def reworded(self, word: Callable[[Turns], Turns]) -> Self:
         """The row with its messages, and those of its completions, as `word` makes them."""
-        told = {name: word(self.columns[name]) for name in (*PAIR, "completion") if self._has_turns(name)}
+        given = {name: self.columns.get(name) for name in (*PAIR, "completion")}
+        told = {name: word(turns) for name, turns in given.items() if isinstance(turns, tuple)}
         return replace(self, turns=word(self.turns), columns={**self.columns, **told})
-
-    def _has_turns(self, name: str) -> bool:
-        return isinstance(self.columns.get(name), tuple)
 
     @cached_property
     def prompt_id(self) -> str:
@@ -87,9 +84,20 @@ def make_preferences(kind: Kind, keys: Keys, place: str, record: RawRow) -> tupl
         raise Malformed(f"{place}: chosen and rejected are the same, {same[:60]!r}; leave the row out")
     tools = tools_of(place, record, keys)
     asked = (keys.prompt_column,) if keys.prompt_column in record else (keys.messages_column, CONVERSATIONS)
-    opened = opened_columns(record, told, (*asked, *completions))
-    columns = _other_columns(place, record, keys, tools) | judged
-    found = Preference(turns, columns, tools=tools, place=place, opened=opened)
+    opened = tuple(name for name in (*asked, *completions) if told.get(name) is not record.get(name))
+
+    # The other columns, which rewards may need
+    if keys.answer and keys.answer not in record:
+        raise missing_column(place, record, keys.answer, "answer")
+    used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system"}
+    used |= {keys.chosen, keys.rejected, keys.completion, keys.label}
+    used |= set() if keys.prompt_column in record else {CONVERSATIONS}
+    columns = {key: plain_value(value) for key, value in record.items() if key not in used}
+    if not is_missing(answer := record.get(keys.answer_column)):
+        columns["answer"] = answer_value(answer)
+    columns |= {"tools": tools} if tools else {}
+
+    found = Preference(turns, columns | judged, tools=tools, place=place, opened=opened)
     found.require_short()
     require_score(place, score_of(place, record, keys), keys)
     return (found,) if is_single or kind == "pairs" else _both_completions(found)
@@ -186,16 +194,3 @@ def _read_label(place: str, record: RawRow, keys: Keys) -> bool:
             "undesirable one; to use another column, name it after the task's name: FILE:label=COLUMN"
         )
     return bool(found)
-
-
-def _other_columns(place: str, record: RawRow, keys: Keys, tools: Turns) -> dict[str, Any]:
-    """The other columns, which rewards may need. Raises Malformed if an option names an answer that is missing."""
-    if keys.answer and keys.answer not in record:
-        raise missing_column(place, record, keys.answer, "answer")
-    used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system"}
-    used |= {keys.chosen, keys.rejected, keys.completion, keys.label}
-    used |= set() if keys.prompt_column in record else {CONVERSATIONS}
-    columns = {key: plain_value(value) for key, value in record.items() if key not in used}
-    if not is_missing(answer := record.get(keys.answer_column)):
-        columns["answer"] = answer_value(answer)
-    return columns | ({"tools": tools} if tools else {})

@@ -82,34 +82,24 @@ class Reading:
     low_scores: int = 0
     """Number of records that were left out for their score."""
 
-    def attempt_record(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`, None if it raised for a record that is left out."""
+    def attempt_record(self, place: str, make: Callable[[], T]) -> T | None:
+        """The result of `make` for the record at `place`; None if it raised for a record that is left out. A record
+        with values that no message can carry is malformed."""
         try:
             return make()
         except LowScore:
             self.low_scores += 1
             return None
-        except Malformed as problem:
-            if self.malformed == "stop" and not isinstance(problem, NothingInIt):
-                raise
-            self.skipped.append(str(problem))
-            return None
-
-    def attempt_at(self, place: str, make: Callable[[], T]) -> T | None:
-        """`attempt_record` with a `make` for the record at `place`. A record with values that no message can carry is
-        malformed."""
-
-        def named() -> T:
-            try:
-                return make()
-            except (Malformed, LowScore):
-                raise
-            except ConfigError as problem:
-                raise Malformed(f"{place}: {problem}") from None
-            except RecursionError:
-                raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
-
-        return self.attempt_record(named)
+        except Malformed as malformed:
+            problem = malformed
+        except ConfigError as refusal:
+            problem = Malformed(f"{place}: {refusal}")
+        except RecursionError:
+            problem = Malformed(f"{place}: values nested too deep; flatten them, or write them as text")
+        if self.malformed == "stop" and not isinstance(problem, NothingInIt):
+            raise problem from None
+        self.skipped.append(str(problem))
+        return None
 
 
 # Files
@@ -163,7 +153,7 @@ def read_records(path: Path, split: str, reading: Reading) -> Iterator[tuple[str
     if has_arrow_rows(path):
         for number, row in enumerate(arrow_rows(path, split), start=1):
             place = f"{path}, row {number}"
-            if (record := reading.attempt_record(partial(_usable_row, place, row))) is not None:
+            if (record := reading.attempt_record(place, partial(_usable_row, place, row))) is not None:
                 yield place, record
         return
     with damage_of(path):
@@ -171,8 +161,9 @@ def read_records(path: Path, split: str, reading: Reading) -> Iterator[tuple[str
         with open_bytes(path) as file:
             for number, offset, content in records.find_extents(file):
                 parse = partial(records.parse_record, number, offset, content)
-                if (record := reading.attempt_record(parse)) is not None:
-                    yield records.place_of(number), record
+                place = records.place_of(number)
+                if (record := reading.attempt_record(place, parse)) is not None:
+                    yield place, record
 
 
 # Text formats
@@ -203,7 +194,19 @@ class JsonLines:
 
     def parse_record(self, number: int, offset: int, content: bytes) -> RawRow:
         """The record that an extent holds. Raises Malformed."""
-        return _parse_object(self.place_of(number), offset, content)
+        place = self.place_of(number)
+        text = _decode_text(place, offset, content)
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as problem:
+            raise Malformed(f"{place}: invalid JSON ({problem.msg}); write one object per line") from None
+        except ValueError as problem:  # an integer of more digits than Python converts
+            raise Malformed(f"{place}: {str(problem).partition(';')[0]}; write it as a string") from None
+        except RecursionError:
+            raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
+        if not isinstance(record, dict):
+            raise Malformed(f"{place}: a {type(record).__name__} where an object was needed; write one object per line")
+        return record
 
 
 @dataclass
@@ -213,20 +216,17 @@ class ArrayElements(JsonLines):
     plain: Path
 
     def find_extents(self, file: IO[bytes]) -> Iterator[Extent]:
-        for number, (offset, content) in enumerate(array_elements(self.path, file), start=1):
+        for number, (offset, content) in enumerate(ArrayScan(self.path, file).find_elements(), start=1):
             if not content.isascii() and OTHER_BYTE.search(content.decode(errors="surrogateescape")):
-                self._refuse_other_bytes()
+                at = 0  # the array is read again, for the line of the byte
+                with open_bytes(self.plain) as again:
+                    for line_number, line in enumerate(again, start=1):
+                        _decode_text(f"{self.path}:{line_number}", at, line)
+                        at += len(line)
             yield number, offset, content
 
     def place_of(self, number: int) -> str:
         return f"{self.path}, row {number}"
-
-    def _refuse_other_bytes(self) -> None:
-        offset = 0
-        with open_bytes(self.plain) as file:
-            for number, content in enumerate(file, start=1):
-                _decode_text(f"{self.path}:{number}", offset, content)
-                offset += len(content)
 
 
 @dataclass
@@ -293,7 +293,7 @@ class TableRows(JsonLines):
             begun = 0
             for content in _split_lines(file):
                 taken.append(content)
-                yield _as_text(begun, content)
+                yield content.decode("utf-8" if begun else "utf-8-sig", errors="surrogateescape")
                 begun += len(content)
 
         rows = csv.reader(lines(), delimiter=self.delimiter, strict=True)
@@ -339,7 +339,12 @@ def format_records(path: Path, plain: Path) -> JsonLines:
         return PickledRows(path)
     if kind == PLAIN:
         return WholeText(path)
-    return ArrayElements(path, plain) if kind == ".json" and _is_array(plain) else JsonLines(path)
+    if kind == ".json":  # read in pieces, for a whole array may be one line
+        with open_bytes(plain) as file:
+            while piece := file.read(io.DEFAULT_BUFFER_SIZE):
+                if begun := piece.lstrip(b" \t\r\n\xef\xbb\xbf"):
+                    return ArrayElements(path, plain) if begun.startswith(b"[") else JsonLines(path)
+    return JsonLines(path)
 
 
 def pickle_rows(rows: Iterable[RawRow | str]) -> Iterator[bytes]:
@@ -358,31 +363,18 @@ def _split_lines(file: IO[bytes]) -> Iterator[bytes]:
             yield content
 
 
-def _is_array(plain: Path) -> bool:
-    """Whether the content begins with a bracket. Read in pieces, for the whole array may be one line."""
-    with open_bytes(plain) as file:
-        while piece := file.read(io.DEFAULT_BUFFER_SIZE):
-            if found := piece.lstrip(b" \t\r\n\xef\xbb\xbf"):
-                return found.startswith(b"[")
-    return False
-
-
 OTHER_BYTE = re.compile("[\udc80-\udcff]")
 """How Python's surrogateescape represents a byte that is not UTF-8."""
 
 
-def _as_text(offset: int, content: bytes) -> str:
-    """Bytes at `offset` of a file as text, without the file's mark; those that are not UTF-8 as lone surrogates."""
-    return content.decode("utf-8" if offset else "utf-8-sig", errors="surrogateescape")
-
-
 def _decode_text(place: str, offset: int, content: bytes, *, of_cells: str = "") -> str:
-    """The text of a record. Raises Malformed for a byte that is not UTF-8, whose position is that in the line, or in
-    the cells of a table with the delimiter `of_cells`."""
+    """The text of a record, without the file's mark. Raises Malformed for a byte that is not UTF-8, whose position is
+    that in the line, or in the cells of a table with the delimiter `of_cells`."""
+    encoding = "utf-8" if offset else "utf-8-sig"
     try:
-        return content.decode("utf-8" if offset else "utf-8-sig")
+        return content.decode(encoding)
     except UnicodeDecodeError:
-        text = _as_text(offset, content)
+        text = content.decode(encoding, errors="surrogateescape")
     if of_cells:
         text = "".join(next(csv.reader(io.StringIO(text, newline=""), delimiter=of_cells, strict=True)))
     _require_utf8(place, text)
@@ -395,22 +387,6 @@ def _require_utf8(place: str, text: str) -> None:
         raise Malformed(
             f"{place}: the byte 0x{byte:02x} at position {found.start()} is not UTF-8; save the file as UTF-8"
         )
-
-
-def _parse_object(place: str, offset: int, content: bytes) -> RawRow:
-    """The record that a line, or the element of an array, holds as JSON. Raises Malformed."""
-    text = _decode_text(place, offset, content)
-    try:
-        record = json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise Malformed(f"{place}: invalid JSON ({problem.msg}); write one object per line") from None
-    except ValueError as problem:  # an integer of more digits than Python converts
-        raise Malformed(f"{place}: {str(problem).partition(';')[0]}; write it as a string") from None
-    except RecursionError:
-        raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
-    if not isinstance(record, dict):
-        raise Malformed(f"{place}: a {type(record).__name__} where an object was needed; write one object per line")
-    return record
 
 
 # JSON arrays of any length
@@ -426,35 +402,35 @@ NEAR = 32
 """An error within this many characters of the end of what has been read may only mean that the element continues."""
 
 
-def array_elements(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes) of each element of the array in `file`, found without holding the array in memory. Raises
-    ConfigError, which names `path`.
+class ArrayScan:
+    """Finds the elements of the array in `file` without holding the array in memory. Errors name `path`.
 
     The bytes are scanned as Latin-1, so that each byte is one character and positions are offsets. This is safe: the
     syntax of JSON is ASCII, and no byte of a longer UTF-8 character is.
     """
-    scan = _ArrayScan(path, file)
-    scan.pass_over(MARK)
-    if not scan.pass_over("["):
-        raise scan.problem_at("Expecting '['")
-    if not scan.pass_over("]"):
-        yield scan.take_element()
-        while scan.pass_over(","):
-            yield scan.take_element()
-        if not scan.pass_over("]"):
-            raise scan.problem_at("Expecting ',' delimiter")
-    scan.require_end()
-
-
-class _ArrayScan:
-    """The text that has been read from the file and not yet passed."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path, self._file = path, file
         self._text, self._at = "", 0
+        """What has been read from the file and not yet dropped, and how much of it has been passed."""
         self._offset, self._line = 0, 1
         """Where `_text` begins in the file: offset and line."""
         self._decoder = json.JSONDecoder()
+
+    def find_elements(self) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of each element. Raises ConfigError."""
+        self.pass_over(MARK)
+        if not self.pass_over("["):
+            raise self.problem_at("Expecting '['")
+        if not self.pass_over("]"):
+            yield self.take_element()
+            while self.pass_over(","):
+                yield self.take_element()
+            if not self.pass_over("]"):
+                raise self.problem_at("Expecting ',' delimiter")
+        self._skip_blanks()
+        if self._at < len(self._text):
+            raise self.problem_at("Extra data")
 
     def pass_over(self, wanted: str) -> bool:
         """Skip blanks, and `wanted` if it follows them; returns whether it did."""
@@ -462,12 +438,6 @@ class _ArrayScan:
         found = self._text.startswith(wanted, self._at)
         self._at += len(wanted) if found else 0
         return found
-
-    def require_end(self) -> None:
-        """Raise ConfigError unless the file ends here."""
-        self._skip_blanks()
-        if self._at < len(self._text):
-            raise self.problem_at("Extra data")
 
     def take_element(self) -> tuple[int, bytes]:
         """(offset, bytes) of the next element; reads more of the file until its end is found."""

@@ -7,7 +7,6 @@ repository's README declares its files in the form that the Hub reads (`configs:
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,38 +37,14 @@ def files_of(source: Path | HubName, *, config: str, split: str) -> list[Path]:
         return _hub_files(source, config, split)
     if config:
         raise ConfigError(f"{source} is on this machine, and config={config} is for datasets of the Hub; leave it out")
-    if source.is_file() or is_saved(source):
+    if source.is_file() or any((source / name).is_file() for name in SAVED):
         return [source]
-    if is_pattern(source) and not source.exists():
+    if PATTERN.search(str(source)) and not source.exists():
         return _files_of_pattern(source)
     return _files_of_directory(source, split)
 
 
 # On this machine
-
-
-def is_file_task(path: Path) -> bool:
-    """Whether `path` is a file, a directory or a pattern of files that may hold rows."""
-    return path.is_dir() or (path.is_file() and format_of(path) != "") or (not path.exists() and is_pattern(path))
-
-
-def is_pattern(path: Path) -> bool:
-    """Whether `path` is a pattern for the files that match it, such as data/part-*.jsonl."""
-    return PATTERN.search(str(path)) is not None
-
-
-def is_saved(path: Path) -> bool:
-    """Whether save_to_disk has written this directory."""
-    return any((path / name).is_file() for name in SAVED)
-
-
-def require_there(path: Path) -> None:
-    """Raise ConfigError if `path` is named like a file of rows and does not exist."""
-    if not format_of(path) or path.exists() or is_pattern(path):
-        return
-    near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.*")], 1)
-    hint = f"did you mean {path.parent / near[0]}?" if near else "correct the path, which is relative to this directory"
-    raise ConfigError(f"there is no task {str(path)!r}, for {path.resolve()} does not exist; {hint}")
 
 
 def _files_of_pattern(pattern: Path) -> list[Path]:
@@ -141,11 +116,6 @@ def files_by_split(names: Iterable[str]) -> dict[str, list[str]]:
 # On the Hub
 
 
-def hub_dataset(source: str) -> HubName | None:
-    """The Hub dataset that a task names; None for a file, and for a text that cannot be a name on the Hub."""
-    return None if format_of(Path(source)) else HubName.parse(source, "dataset")
-
-
 def _hub_files(name: HubName, config: str, split: str) -> list[Path]:
     listed: list[str] = []
 
@@ -185,7 +155,7 @@ def choose_files(what: str, names: Iterable[str], card: str, *, config: str, spl
     names = sorted(names)
     declared = _declared_configs(what, card)
     if declared:
-        found = _declared_files(what, names, _chosen_config(what, declared, config), split)
+        found = _declared_files(what, names, declared, config, split)
     else:
         found = _named_files(what, names, config, split)
     if other := [name for name in found if not format_of(Path(name))]:
@@ -223,18 +193,17 @@ def _declared_configs(what: str, card: str) -> dict[str, Mapping[str, Any]]:
     return {str(entry.get("config_name", "default")): entry for entry in known}
 
 
-def _chosen_config(what: str, declared: Mapping[str, Mapping[str, Any]], config: str) -> Mapping[str, Any]:
-    if config:
-        if config not in declared:
-            raise ConfigError(f"{what} has no configuration {config!r}; it has {', '.join(declared)}: set config")
-        return declared[config]
+def _declared_files(
+    what: str, names: Sequence[str], declared: Mapping[str, Mapping[str, Any]], config: str, split: str
+) -> list[str]:
+    """Those of `names` that the README gives to one configuration and split."""
+    if config and config not in declared:
+        raise ConfigError(f"{what} has no configuration {config!r}; it has {', '.join(declared)}: set config")
     usual = [entry for name, entry in declared.items() if entry.get("default") or name == "default"]
-    if len(declared) > 1 and not usual:
+    if not config and len(declared) > 1 and not usual:
         raise ConfigError(f"{what} has the configurations {', '.join(declared)}; choose one with the option config")
-    return usual[0] if usual else next(iter(declared.values()))
+    entry = declared[config] if config else (*usual, *declared.values())[0]
 
-
-def _declared_files(what: str, names: Sequence[str], entry: Mapping[str, Any], split: str) -> list[str]:
     folder = str(entry.get("data_dir") or "").strip("/")
     splits: dict[str, list[str]] = {}
     given = entry["data_files"]

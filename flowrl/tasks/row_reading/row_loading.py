@@ -21,8 +21,8 @@ from flowrl.errors import ConfigError
 from flowrl.hub import HubName
 from flowrl.tasks.row_reading.columns import Keys, TextKeys, make_row, make_text_row
 from flowrl.tasks.row_reading.preference_rows import Kind, careless_preferences, make_preferences
-from flowrl.tasks.row_reading.record_formats import FORMATS, RawRow, Reading, read_records
-from flowrl.tasks.row_reading.row_files import files_of, hub_dataset, is_file_task, require_there
+from flowrl.tasks.row_reading.record_formats import FORMATS, RawRow, Reading, format_of, read_records
+from flowrl.tasks.row_reading.row_files import PATTERN, files_of
 from flowrl.tasks.row_reading.rows_on_disk import (
     FileRows,
     HeldRows,
@@ -95,7 +95,7 @@ UNREPEATED: WeakValueDictionary[Task, Rows] = WeakValueDictionary()
 @functools.lru_cache(maxsize=8)
 def all_rows(task: Task) -> Rows:
     """`load_rows` of a task that may have no training rows."""
-    found = _load_sources(task, _kind_with_answers(task))
+    found = _load_sources(task, RowKind(Keys, partial(make_row, compared=task.compares), _generate_rows))
     if not found.repeated:
         UNREPEATED[task] = found
     return found
@@ -107,7 +107,9 @@ def all_demonstrations(task: Task) -> Rows:
 
     If no row repeats a prompt, they are the rows of `load_rows`, and are not read again.
     """
-    return UNREPEATED.get(task) or _load_sources(task, _kind_with_answers(task, every=True))
+    if (found := UNREPEATED.get(task)) is not None:
+        return found
+    return _load_sources(task, RowKind(Keys, partial(make_row, compared=task.compares), _generate_rows, every=True))
 
 
 @functools.lru_cache(maxsize=4)
@@ -168,11 +170,6 @@ class RowKind:
     """Whether rows that repeat a prompt are also taken."""
 
 
-def _kind_with_answers(task: Task, *, every: bool = False) -> RowKind:
-    """Rows with the answers that the reward of the whole task needs, even if the task is a mixture."""
-    return RowKind(Keys, partial(make_row, compared=task.compares), _generate_rows, every)
-
-
 class OneSource:
     """The source of a task, or one of a mixture."""
 
@@ -185,7 +182,7 @@ class OneSource:
         twice."""
         self.repeated = 0
         """Rows of a source of a mixture that were left out because they repeat another row's prompt."""
-        self._opened: dict[str, None] = {}
+        self.opened: dict[str, None] = {}
         """Columns whose text was read as messages, in the order in which they were found."""
 
     @cached_property
@@ -193,21 +190,11 @@ class OneSource:
         """The options that say where the rows are in a record. Raises ConfigError."""
         return options_of(self._kind.keys, self.task)
 
-    @property
-    def where(self) -> str:
-        """Value of the task's option `rows`: auto, memory or disk; always memory for generated rows."""
-        return "memory" if self.place is None else str(self.keys.rows)
-
     @cached_property
     def paths(self) -> list[Path]:
         """The files of a source that has files."""
         assert self.place is not None, "asked for only where there are files"
         return files_of(self.place, config=self.keys.config, split=self.keys.split)
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Size of its files."""
-        return sum(num_bytes_of(path, self.keys.split) for path in self.paths)
 
     def read_rows(self) -> Iterator[Row]:
         """Every row, read or generated. Raises ConfigError, and Malformed if `reading` stops at malformed records."""
@@ -217,31 +204,10 @@ class OneSource:
         for path in self.paths:
             for place, record in read_records(path, self.keys.split, self.reading):
                 make = partial(self._kind.make, self.keys, place, record)
-                for row in self.reading.attempt_at(place, make) or ():
-                    self.note_opened(row)
+                for row in self.reading.attempt_record(place, make) or ():
+                    if row.opened:
+                        self.opened.update(dict.fromkeys(row.opened))
                     yield row
-
-    def open_stores(self, on_disk: bool, word: Callable[[Row], Row]) -> Sequence[RowStore]:
-        """The stores that single rows are read from. Raises ConfigError."""
-        if not on_disk:
-            return [HeldRows([*self.read_rows()], self.name, word)]
-        make = partial(self._kind.make, self.keys)
-        return [FileRows(path, self.keys.split, make, self.name, word) for path in self.paths]
-
-    def note_opened(self, row: Row) -> None:
-        """Remember which of the row's columns hold messages as text."""
-        if row.opened:
-            self._opened.update(dict.fromkeys(row.opened))
-
-    @property
-    def opened(self) -> tuple[str, ...]:
-        """A sentence about each column whose text was read as messages."""
-        where = self.task.source
-        return tuple(
-            f"{where}: the text in the column {column!r} is a list of messages, and is read as such; {where}:text=raw "
-            "reads it as plain text"
-            for column in self._opened
-        )
 
     def require_rows(self, number: int) -> None:
         """Raise ConfigError if there is no row."""
@@ -257,10 +223,15 @@ def _load_sources(task: Task, kind: RowKind) -> Rows:
     """The rows of all sources, with the counts and errors of rows left out. Raises ConfigError if a source has none."""
     mixed = len(task.sources) > 1
     sources = [OneSource(Task(term.text) if mixed else task, kind, term.text * mixed) for term in task.sources]
-    wanted = [source.where for source in sources]
+    wanted = ["memory" if source.place is None else str(source.keys.rows) for source in sources]
     in_sum = 0
     if "auto" in wanted:
-        in_sum = sum(source.num_bytes for source, where in zip(sources, wanted, strict=True) if where != "memory")
+        in_sum = sum(
+            num_bytes_of(path, source.keys.split)
+            for source, where in zip(sources, wanted, strict=True)
+            if where != "memory"
+            for path in source.paths
+        )
     on_disk = [where == "disk" or (where == "auto" and in_sum > AUTO_BYTES) for where in wanted]
     if any(on_disk):
         found = _index_rows(task, kind, sources, on_disk)
@@ -272,7 +243,11 @@ def _load_sources(task: Task, kind: RowKind) -> Rows:
         skipped=tuple(text for reading in readings for text in reading.skipped),
         repeated=found.repeated + sum(source.repeated for source in sources),
         low_scores=sum(reading.low_scores for reading in readings),
-        opened=tuple(text for source in sources for text in source.opened),
+        opened=tuple(
+            f"{where}: the text in the column {column!r} is a list of messages, and is read as such; {where}:text=raw "
+            "reads it as plain text"
+            for where, column in ((source.task.source, column) for source in sources for column in source.opened)
+        ),
     )
 
 
@@ -299,12 +274,16 @@ def _index_rows(task: Task, kind: RowKind, sources: Sequence[OneSource], on_disk
     for source, stays in zip(sources, on_disk, strict=True):
         word = partial(word_row, source=source.name, template=task.template, reasoning=task.reasoning)
         first = len(stores)
-        stores += source.open_stores(stays, word)
+        if stays:
+            make = partial(kind.make, source.keys)
+            stores += [FileRows(path, source.keys.split, make, source.name, word) for path in source.paths]
+        else:
+            stores.append(HeldRows([*source.read_rows()], source.name, word))
         own.append(range(first, len(stores)))
     scans = []
     for source, numbers in zip(sources, own, strict=True):
         scan, source.repeated = scan_source(
-            stores, numbers, source.reading, source.note_opened, every=source.every, mixed=len(sources) > 1
+            stores, numbers, source.reading, source.opened, every=source.every, mixed=len(sources) > 1
         )
         source.require_rows(len(scan))
         scans.append(scan)
@@ -334,10 +313,22 @@ def place_of_rows(task: Task) -> Path | HubName | None:
 
     Raises ConfigError for a file that does not exist.
     """
+    path = task.path
     if task.source.startswith("reasoning_gym/"):
         return None
-    require_there(task.path)
-    return task.path if is_file_task(task.path) else hub_dataset(task.source)
+    if path.is_dir() or (path.is_file() and format_of(path)):
+        return path
+    if not path.exists() and PATTERN.search(str(path)):
+        return path
+    if not path.exists() and format_of(path):
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.*")], 1)
+        hint = (
+            f"did you mean {path.parent / near[0]}?"
+            if near
+            else "correct the path, which is relative to this directory"
+        )
+        raise ConfigError(f"there is no task {str(path)!r}, for {path.resolve()} does not exist; {hint}")
+    return None if format_of(Path(task.source)) else HubName.parse(task.source, "dataset")
 
 
 def options_of(kind: type[Options], task: Task) -> Options:

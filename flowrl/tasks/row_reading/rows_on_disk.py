@@ -72,17 +72,13 @@ COPIES = "rows"
 # Stores of rows
 
 
-def _as_it_is(row: Row) -> Row:
-    return row
-
-
 class RowStore:
     """Single rows, or all rows in their order. Reads from several threads do not disturb each other.
 
     `word` gives a row the form in which it is asked: put into the task's template, with its source's name in a mixture.
     """
 
-    def __init__(self, source: str = "", word: Callable[[Row], Row] = _as_it_is) -> None:
+    def __init__(self, source: str, word: Callable[[Row], Row]) -> None:
         self.source, self.word = source, word
 
     def read_rows(self, reading: Reading) -> Iterator[tuple[RowAddress, Row]]:
@@ -123,9 +119,7 @@ class FileRows(RowStore):
     Raises ConfigError if the file cannot be divided into records.
     """
 
-    def __init__(
-        self, path: Path, split: str, make: Make, source: str = "", word: Callable[[Row], Row] = _as_it_is
-    ) -> None:
+    def __init__(self, path: Path, split: str, make: Make, source: str, word: Callable[[Row], Row]) -> None:
         super().__init__(source, word)
         self._path, self._make = path, make
         self._plain = plain_file(path, split)
@@ -148,7 +142,7 @@ class FileRows(RowStore):
             with opened as file:
                 for number, offset, content in self._records.find_extents(file):
                     made = functools.partial(self._make_rows, number, offset, content)
-                    for member, row in enumerate(reading.attempt_at(self.place_of(number), made) or ()):
+                    for member, row in enumerate(reading.attempt_record(self.place_of(number), made) or ()):
                         yield (number, offset, len(content), member), row
 
     def read_row(self, number: int, offset: int, length: int, member: int) -> Row:
@@ -343,26 +337,18 @@ class IndexedRows(Sequence[Row]):
         """The source of each row of a mixture."""
         return (self._stores[store].source for store in self._places[:, 0])
 
-    def lowest_rows(self, most: int | None, *keys: Digests) -> IndexedRows:
-        """The rows with the lowest digests, in the order of the digests; of several `keys` the first is the primary
-        one."""
-        return self.pick_rows(np.lexsort((keys or (self.ids,))[::-1])[:most])
-
     @functools.cached_property
     def by_id(self) -> Mapping[str, Row]:
         """Prompt id -> row, read when it is looked up."""
-        return self.match_rows(None)
-
-    def match_rows(self, found: Ints | None) -> Mapping[str, Row]:
-        """Prompt id of each row -> the row at the index that `found` has for it."""
-        return _ById(self, np.argsort(self.ids, kind="stable"), found)
+        return _ById(self)
 
 
 class _ById(Mapping[str, Row]):
     """Prompt id -> row; with `found`, the row at the index that `found` has for it."""
 
-    def __init__(self, rows: IndexedRows, order: Ints, found: Ints | None = None) -> None:
-        self._rows, self._order, self._found = rows, order, found
+    def __init__(self, rows: IndexedRows, found: Ints | None = None) -> None:
+        self._rows, self._found = rows, found
+        self._order = np.argsort(rows.ids, kind="stable")
 
     def __getitem__(self, prompt_id: str) -> Row:
         wanted = np.uint64(int(prompt_id, 16))
@@ -406,21 +392,21 @@ def rows_by_id(rows: Sequence[Row]) -> Mapping[str, Row]:
 def match_rows(rows: Sequence[Row], found: Ints) -> Mapping[str, Row]:
     """Prompt id of each row -> the row at the index that `found` has for it."""
     if isinstance(rows, IndexedRows):
-        return rows.match_rows(found)
+        return _ById(rows, found)
     return {row.prompt_id: rows[index] for row, index in zip(rows, found, strict=True)}
 
 
 def lowest_rows(rows: Sequence[Row], most: int | None) -> Sequence[Row]:
     """Up to `most` rows, those with the lowest prompt ids, which do not depend on the order of the data."""
     if isinstance(rows, IndexedRows):
-        return rows.lowest_rows(most)
+        return rows.pick_rows(np.argsort(rows.ids, kind="stable")[:most])
     return tuple(sorted(rows, key=lambda row: row.prompt_id)[:most])
 
 
 def lowest_asked(rows: Sequence[Row], most: int | None) -> Sequence[Row]:
     """Up to `most` rows with the lowest digests of what they ask, so that rows of one prompt are neighbours."""
     if isinstance(rows, IndexedRows):
-        return rows.lowest_rows(most, rows.asked, rows.ids)
+        return rows.pick_rows(np.lexsort((rows.ids, rows.asked))[:most])
     return tuple(sorted(rows, key=lambda row: (row.asked_id, row.prompt_id))[:most])
 
 
@@ -461,43 +447,34 @@ class Scan:
         return Scan(self.places[indices], self.ids[indices], self.asked[indices], self.scores[indices])
 
 
-class _Entries:
-    """The entries of a scan while it is made."""
-
-    def __init__(self) -> None:
-        self._ids, self._asked, self._scores = array("Q"), array("Q"), array("d")
-
-    def add_row(self, row: Row) -> None:
-        self._ids.append(int(row.prompt_id, 16))
-        self._asked.append(int(row.asked_id, 16))
-        self._scores.append(row.score)
-
-    def make_scan(self, places: Ints) -> Scan:
-        ids, asked = (np.frombuffer(column, np.uint64) for column in (self._ids, self._asked))
-        return Scan(places, ids, asked, np.frombuffer(self._scores, np.float64))
-
-
 def scan_source(
-    stores: Sequence[RowStore], own: range, reading: Reading, note: Callable[[Row], None], *, every: bool, mixed: bool
+    stores: Sequence[RowStore], own: range, reading: Reading, opened: dict[str, None], *, every: bool, mixed: bool
 ) -> tuple[Scan, int]:
     """The rows of those stores that are one source's `own`, and 0; in a mixture only the rows that are taken, and the
-    number of other rows, which repeat their prompts. `note` is called with every row. Raises ConfigError."""
-    unworded, asked, places = _Entries(), _Entries(), array("q")
+    number of other rows, which repeat their prompts. `opened` gets the columns that hold messages as text. Raises
+    ConfigError."""
+    places, scores = array("q"), array("d")
+    worded, unworded = array("Q"), array("Q")  # two digests for each row: its own, and that of what it asks
     for number in own:
         store = stores[number]
         for address, row in store.read_rows(reading):
-            note(row)
+            if row.opened:
+                opened.update(dict.fromkeys(row.opened))
             places.extend((number, *address))
+            scores.append(row.score)
             if mixed:
-                unworded.add_row(row)
-            asked.add_row(store.word(row))
-    found = np.frombuffer(places, np.int64).reshape(-1, 5)
+                unworded.extend((int(row.prompt_id, 16), int(row.asked_id, 16)))
+            asked = store.word(row)
+            worded.extend((int(asked.prompt_id, 16), int(asked.asked_id, 16)))
+    in_order, of_rows = np.frombuffer(places, np.int64).reshape(-1, 5), np.frombuffer(scores, np.float64)
+    pairs, own_pairs = (np.frombuffer(both, np.uint64).reshape(-1, 2).T for both in (worded, unworded))
+    found = Scan(in_order, pairs[0], pairs[1], of_rows)
     if not mixed:
-        return asked.make_scan(found), 0
-    among_own = unworded.make_scan(found)
+        return found, 0
+    among_own = Scan(in_order, own_pairs[0], own_pairs[1], of_rows)
     taken, _ = _choose_rows(among_own, every=every)
     trained_first = np.argsort(among_own.asked[taken] % HELD_OUT_ONE_IN == 0, kind="stable")
-    return asked.make_scan(found).pick_rows(taken[trained_first]), len(found) - len(taken)
+    return found.pick_rows(taken[trained_first]), len(found) - len(taken)
 
 
 def part_rows(stores: Sequence[RowStore], scans: Sequence[Scan], *, every: bool) -> Rows:

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="array_number_cut",
         fault="a number at the end of what has been read is taken before its fraction",
-        function="_ArrayScan.take_element",
+        function="ArrayScan.take_element",
         before="if end + EXPONENT <= len(self._text) or not self._read_more():  # a number may continue",
         after="if end < len(self._text) or not self._read_more():  # a number may continue",
         test="tests/tasks/test_tasks_rows_of_formats.py::test_elements_are_those_of_the_array",
@@ -25,8 +25,8 @@ MUTANTS = (
         name="mixture_in_the_order_of_its_files",
         fault="on disk the rows of a mixture have another order than in memory",
         function="scan_source",
-        before="return asked.make_scan(found).pick_rows(taken[trained_first]), len(found) - len(taken)",
-        after="return asked.make_scan(found).pick_rows(taken), len(found) - len(taken)",
+        before="return found.pick_rows(taken[trained_first]), len(found) - len(taken)",
+        after="return found.pick_rows(taken), len(found) - len(taken)",
         test="tests/tasks/test_tasks_on_disk.py::test_mixtures_are_the_same",
     ),
     Mutant(
