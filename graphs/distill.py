@@ -2,11 +2,13 @@
 
     advantage   A_t = log π_teacher(token t) − log π(token t), at every sampled token, and the loss is that of a policy
     --exact     loss = KL(π ‖ π_teacher) of whole next-token distributions; with --beta the divergence of GKD
+    --shown     the teacher reads this first: the student's own model can teach it so (SDFT, arXiv 2601.19897)
 
 flowrl run distill --steps 60
 flowrl run distill --beta 0.5 --lmbda 0.5 --steps 60
 flowrl run distill --beta 0 --lmbda 0 --policy /models/small --teacher /models/large --task answers.jsonl --steps 200
 flowrl run distill --policy /models/Qwen3-0.6B --teacher /models/Qwen3-8B --task train.jsonl --steps 200
+flowrl run distill --policy /models/a --teacher /models/a --task train.jsonl --shown "An answer: {answer}" --steps 200
 """
 
 from collections.abc import Iterator
@@ -56,6 +58,9 @@ class Distill(OnlineConfig):
     beta: float | None = None
     """Learn whole distributions by the generalized Jensen-Shannon divergence of GKD: 0 is the forward KL (the
     cross-entropy with the teacher), 1 the reverse KL. None: as `exact` says."""
+    shown: str = ""
+    """What the teacher reads before each conversation and the student does not, with columns of the row in braces, as
+    in "An answer: {answer}". With the student's own model as --teacher this is self-distillation (SDFT)."""
     lmbda: float = 1.0
     """Share of the prompts that the student answers; the other prompts have the answers of the data, such as a
     teacher's. 0: nothing is sampled, and only an evaluation needs a generator."""
@@ -82,7 +87,8 @@ class Distill(OnlineConfig):
     def judge(self, student: Policy, *, exact: bool) -> Teacher:
         """The node that scores the student's tokens; `exact`: for whole distributions, which the trainer computes."""
         teacher, scoring = self.model.with_model(self.teacher.model), self.trainer.scoring(self.teacher)
-        return Teacher(teacher, student=student, temperature=self.sampling.temperature, exact=exact, **scoring)
+        settings = {"temperature": self.sampling.temperature, "exact": exact, "shown": self.shown, **scoring}
+        return Teacher(teacher, student=student, **settings)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -92,6 +98,8 @@ class Distill(OnlineConfig):
             yield f"--lmbda is {self.lmbda}; it has to be from 0 to 1"
         if self.lmbda < 1 and not self.compares_whole:
             yield "--lmbda below 1 trains on answers that the student has not sampled, which needs --beta or --exact"
+        if self.lmbda < 1 and self.shown:
+            yield "--shown is for answers that the student samples, and --lmbda is below 1; leave one of the two out"
         yield from too_low(self, max_answer_tokens=2)
         if self.lmbda == 1:
             why = "every prompt has answers of the student, for --lmbda is 1; lower it, or leave this out"

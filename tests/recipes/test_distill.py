@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,11 @@ import torch
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Sample, Trainable
-from flowrl.models import Policy, require_same_vocabulary
+from flowrl.models import Policy, require_same_vocabulary, resolve, tokenizer_of
 from flowrl.models.tokens.characters import character_vocabulary
 from flowrl.models.tokens.vocabulary import read_vocabulary, untold_vocabulary, vocabulary_problem
 from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
-from flowrl.nodes.scoring.teacher import scored_by_teacher
+from flowrl.nodes.scoring.teacher import describe_bad_text, scored_by_teacher, shown_before
 from flowrl.testing import lost, run_node, sample, scored
 from flowrl.training.advantages import distillation_advantages
 from flowrl.training.loss.loss_formulas import policy_loss
@@ -80,6 +81,103 @@ def test_samples_that_no_teacher_saw_are_refused() -> None:
     node = TeacherAdvantage(size=4)
     with pytest.raises(ConfigError, match="connect a Teacher node"):
         run_node(node, {"scored": [scored(0, 1.0), *(lost(member) for member in (1, 2, 3))]})
+
+
+# A teacher that is shown something
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    """(transformers' model, tokenizer) of `tiny`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(resolve(Policy("tiny")), dtype=torch.float32), tokenizer_of(
+        Policy("tiny")
+    )
+
+
+def answered(tokenizer: Any, member: int, answer: str) -> Sample:
+    """A rollout of a prompt of the arithmetic task, whose row has an answer."""
+    asked = tokenizer("<|user|>7+5=<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
+    token_ids = np.array([*asked, *tokenizer("12", add_special_tokens=False)["input_ids"]], np.int32)
+    mask = np.arange(token_ids.size) >= len(asked)
+    return sample(
+        member,
+        token_ids=token_ids,
+        policy_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        prompt_tokens=len(asked),
+        columns={"answer": answer},
+    )
+
+
+def test_a_teacher_reads_what_it_is_shown_before_the_sample(tiny: tuple[Any, Any]) -> None:
+    """Its logprobs and hidden states are those of one text: what it is shown, rendered, and the sample."""
+    model, tokenizer = tiny
+    given = [answered(tokenizer, 0, "12"), answered(tokenizer, 1, "13")]
+    node = Teacher(Policy("tiny"), student=Policy("tiny"), temperature=0.8, exact=True, shown="Answer {answer}!")
+    found = {one.sample_id: one for one in run_node(node, {"rollouts": given}).sent("scored")}
+    for one in given:
+        text = f"<|system|>Answer {one.columns['answer']}!<|end|>"
+        before = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*before, *one.token_ids.tolist()]])
+        with torch.no_grad():
+            outputs = model(input_ids=ids, output_hidden_states=True)
+        log_p = (outputs.logits[0] / 0.8).log_softmax(-1)
+        places = [len(before) + t for t in range(one.token_ids.size) if one.policy_mask[t]]
+        expected = [float(log_p[t - 1, ids[0, t]]) for t in places]
+        taught_by = found[one.sample_id]
+        assert taught_by.teacher_logprobs[one.policy_mask].tolist() == pytest.approx(expected, abs=1e-5)
+        assert not taught_by.teacher_logprobs[~one.policy_mask].any()
+        hidden = outputs.hidden_states[-1][0, [t - 1 for t in places]]
+        np.testing.assert_allclose(taught_by.teacher_hidden, hidden.numpy(), atol=1e-5)
+    first, second = (found[one.sample_id].teacher_logprobs for one in given)
+    assert np.abs(first - second).max() > 1e-4, "what is shown matters"
+
+
+class Beginning:
+    """A tokenizer of bytes without a chat template, whose texts begin with token 0."""
+
+    chat_template = None
+    bos_token_id = 0
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [0, *text.encode()]}
+
+
+def test_a_token_that_begins_texts_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Teacher(Policy("tiny"), student=Policy("tiny"), shown="{answer}")
+    seen = []
+
+    def score_items(_: object, items: Any, temperature: float) -> list[Any]:
+        seen.extend(items)
+        return [(np.arange(tokens.size, dtype=np.float32), None) for tokens, _ in items]
+
+    monkeypatch.setattr(node, "score_items", score_items)
+    node._tokenizer = Beginning()
+    one = sample(0, response=2, columns={"answer": "A"})
+    assert one.token_ids[0] == 0
+    ((logprobs, _),) = node._judge_samples([one])
+    ((tokens, mask),) = seen
+    assert tokens.tolist() == [0, 65, *one.token_ids[1:].tolist()]
+    assert mask.tolist() == [False, False, *one.policy_mask[1:].tolist()]
+    assert logprobs.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_row_without_the_column_is_named() -> None:
+    with pytest.raises(ConfigError, match="the row of sample g:0 has no column 'answer'; it has hint"):
+        shown_before(sample(0, columns={"hint": "x"}), "{answer}", Beginning())
+
+
+@pytest.mark.parametrize(
+    ("shown", "says"),
+    [("{answer", "expected '}' before end of string; write"), ("{}", "names no column of a row"), ("{a.b}", "{a.b}")],
+)
+def test_texts_with_wrong_braces_are_problems_of_the_check(shown: str, says: str) -> None:
+    (problem,) = Teacher(Policy("tiny"), student=Policy("tiny"), shown=shown).check(None)
+    assert says in problem
+    assert describe_bad_text("an answer: {answer}, {{as it is}}") is None
 
 
 # The whole distribution

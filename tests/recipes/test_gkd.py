@@ -84,6 +84,24 @@ def test_the_forward_kl_is_the_cross_entropy_with_the_teacher() -> None:
     torch.testing.assert_close(plain_jsd(student, teacher, 0.0), cross - entropy)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of TRL, about its own dependencies
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_divergence_is_that_of_trls_self_distillation(beta: float) -> None:
+    """Of SDFTTrainer and SDPOTrainer with `distillation_mode="full_logits"`."""
+    from trl.experimental.sdft.loss_utils import compute_full_logit_self_distillation_loss
+
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight, theirs = (
+        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((5, 4), (7, 4), (5, 7))
+    )
+    taught = Taught(theirs, torch.eye(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64), beta=beta)
+    targets = torch.zeros(5, dtype=torch.long)
+    _, relative = chunked_logprobs(hidden, weight, None, targets, entropy_gradient=True, taught=taught)
+    found = compute_full_logit_self_distillation_loss(hidden @ weight.T, theirs, distillation_alpha=beta)
+    torch.testing.assert_close(-relative, found, atol=1e-7, rtol=1e-7)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_a_step_on_given_answers_is_that_of_a_plain_loop(tmp_path: Path, beta: float) -> None:
     """Gradients of all parameters, through teacher, samples, rows and loss, against logits and autograd."""
@@ -288,6 +306,7 @@ def test_the_graph_has_the_parts_that_its_options_ask_for() -> None:
         ("--lmbda -1 --exact", "--lmbda is -1.0; it has to be from 0 to 1"),
         ("--lmbda 0.5", "which needs --beta or --exact"),
         ("--beta 1 --exact", "--exact is the same as --beta 1"),
+        ("--beta 1 --lmbda 0.5 --shown {answer}", "--shown is for answers that the student samples"),
         ("--beta 0.5 --objective.kind gspo", "leave --objective out"),
     ],
 )

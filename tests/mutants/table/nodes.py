@@ -414,6 +414,22 @@ MUTANTS = (
         test="tests/nodes/test_nodes_source.py::test_seeds_differ_by_each_of_their_parts_and_fit_31_bits",
     ),
     Mutant(
+        name="shown_shifts_the_scores",
+        fault="what a teacher is shown shifts its logprobs",
+        function="Teacher._judge_samples",
+        before="return [(logprobs[start:], hidden) for start, (logprobs, hidden) in zip(starts, judged, strict=True)]",
+        after="return [(logprobs[: logprobs.size - start], hidden) for start, (logprobs, hidden) in zip(starts, judged, strict=True)]",
+        test="tests/recipes/test_distill.py::test_a_teacher_reads_what_it_is_shown_before_the_sample",
+    ),
+    Mutant(
+        name="shown_to_nobody",
+        fault="a teacher reads nothing before the sample",
+        function="shown_before",
+        before="if not shown:",
+        after="if shown or not shown:",
+        test="tests/recipes/test_distill.py::test_a_teacher_reads_what_it_is_shown_before_the_sample",
+    ),
+    Mutant(
         name="sizes_not_passed_on",
         fault="vLLM is not told how a generator spreads over its GPUs",
         function="engine_arguments",
