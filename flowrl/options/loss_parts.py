@@ -65,7 +65,8 @@ class NormalisationOptions(ConfigPart):
     normalise_rewards: bool = False
     """Subtract the running mean from each reward and divide by the running standard deviation."""
     whiten: Literal["off", "full", "mean"] | None = None
-    """Normalise advantages over the batch; None: full for reinforce, reinforce_baseline and gae, otherwise off."""
+    """Normalise advantages over the batch; None: full for reinforce, reinforce_baseline, gdpo and gae, otherwise
+    off."""
 
     def build(self, estimate: Estimate) -> dict[str, Any]:
         """Arguments of a batcher of groups whose advantages are computed by `estimate`."""
@@ -78,7 +79,7 @@ class PolicyLoss(ConfigPart):
     """A loss of the policy gradient family, and the reference that a KL needs."""
 
     objective: PolicyObjective = PolicyObjective()
-    """The loss: ppo, gspo, cispo or reinforce; its options as in --objective.dual-clip 3."""
+    """The loss of this kind, such as ppo, gspo or sapo; its options as in --objective.dual-clip 3."""
     reference: ReferenceSize = ReferenceSize()
     """The reference, which has the initial weights. A KL in the reward adds it, and so does a KL in the loss, unless
     adapters are trained."""

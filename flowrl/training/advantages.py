@@ -219,8 +219,12 @@ def compute_advantages(
     mean_only: bool = False,
     kl_before_baseline: bool = False,
     turns_BT: Any = None,
+    pass_k: int | None = None,
+    pass_at: float = 1.0,
 ) -> tuple[Any, Any]:
     """(advantages_BT, returns_BT) of whole groups; numpy in, float64 numpy out, or torch in, torch out.
+
+    `gdpo` has no such call: it compares parts of rewards, see `Estimate`.
 
     `mask_BT` marks policy tokens. `whiten` applies to `gae`, `reinforce` and `reinforce_baseline`
     only; returns are never whitened. `kl_before_baseline` subtracts kl_coef·Σkl from the reward
@@ -241,7 +245,7 @@ def compute_advantages(
         members.setdefault(group_id, []).append(b)
     shaped_B = np.empty_like(rewards)
     for indices in members.values():
-        shaped_B[indices] = group_rewards(rewards[indices], estimator)
+        shaped_B[indices] = group_rewards(rewards[indices], estimator, pass_k=pass_k, pass_at=pass_at)
     rewards_BT = token_rewards(shaped_B, mask, kl, kl_coef, turns)
     if estimator == "gae":
         if values_BT is None:

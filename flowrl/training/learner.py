@@ -312,10 +312,10 @@ class Learner:
             parts = gang.gather_parts(StepTokens.collect_tokens([samples[n] for n in numbers], of_step))
             chosen_N = self.objective.choose_tokens(StepTokens.join_parts(parts))
             ends = np.cumsum([one.keys_N.size for one in parts])
-            mine = iter(np.split(chosen_N, ends[:-1])[gang.rank // gang.ranks_per_part])
+            mine = np.split(chosen_N, ends[:-1])[gang.rank // gang.ranks_per_part]
             for number, mask in zip(numbers, of_step, strict=True):
                 marks = np.zeros(mask.size, np.bool_)
-                marks[mask] = [next(mine) for _ in range(mask.sum())]
+                marks[mask], mine = np.split(mine, [int(mask.sum())])
                 samples[number] = samples[number].with_column(CHOSEN, marks)
         return replace(part, samples=tuple(samples))
 

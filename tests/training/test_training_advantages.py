@@ -207,6 +207,15 @@ def test_the_published_numbers_of_pass_at_k() -> None:
     assert found[-1] == pytest.approx((1 - mean - 1 / 35) / spread)
 
 
+def test_whole_batches_have_those_of_their_groups() -> None:
+    """Of two groups: one sample of three passes, and both of two."""
+    found, _ = compute_advantages(REWARDS, GROUPS, MASK, estimator="pass_at_k", pass_k=2, pass_at=0.6)
+    expected = [*of_best([True, False, False], 2), *of_best([True, True], 2)]
+    assert last_tokens(found) == pytest.approx(expected, abs=1e-9)
+    with pytest.raises(ValueError, match="which normalise_parts takes"):
+        compute_advantages(REWARDS, GROUPS, MASK, estimator="gdpo")
+
+
 @pytest.mark.parametrize("k", [None, 0, 6])
 def test_pass_at_k_needs_as_many_members(k: int | None) -> None:
     with pytest.raises(ValueError, match="pass_k from 1 to the 5 members"):
