@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import get_args
 
+from flowrl.nodes.groups.replay import Replay, ReplayOrder
 from tests.random_graphs.dice import Dice
 from tests.random_graphs.shape import FEATURES, Life, Link, Part, Shape
 
@@ -59,6 +61,15 @@ class Drawing:
             most = (shape.staleness - own_clock) * shape.groups_per_step + 1
             shape.look_ahead = dice.number(1, min(most, 8), "W")
         self.most_unpublished = (shape.ahead + 1) // 2 if own_clock else shape.ahead + 1
+
+        if self.has("replay", 0.4) and shape.on_limit == "wait" and not own_clock:
+            shape.replay = Replay(
+                groups=dice.number(1, 3, "again"),
+                keep=dice.one_of((1, 2, 8, 64), "keep"),
+                max_uses=dice.number(2, 4, "uses"),
+                max_age=dice.number(1, 4, "age"),
+                prefer=dice.one_of(get_args(ReplayOrder), "prefer"),
+            )
 
     def _split(self) -> str:
         """What both trainers get a copy of, "parted" what goes to one of them; "" where there is one."""

@@ -22,7 +22,7 @@ SHOWN = 6
 @dataclass(frozen=True)
 class Violation:
     kind: str
-    """end, steps, bound, twice, fate, ledger, audit, seen or open."""
+    """end, steps, bound, twice, again, fate, ledger, audit, seen or open."""
     text: str
 
 
@@ -89,6 +89,7 @@ class _Judge:
             ("steps", self.steps),
             ("bound", self.bound),
             ("twice", self.twice),
+            ("again", self.again),
             ("fate", self.fates),
             ("ledger", self.ledger),
             ("seen", self.seen),
@@ -148,6 +149,26 @@ class _Judge:
             times = Counter(sample for batch in batches for sample in batch["samples"])
             if repeated := [f"{sample} {count} times" for sample, count in times.items() if count > 1]:
                 yield f"{trainer} trained {', '.join(repeated)}"
+
+    def again(self) -> Iterator[str]:
+        """What was trained again: after its first use, each time once, within cap and age, and so in the ledger."""
+        replay, booked = self.shape.replay, set[tuple[Any, ...]]()
+        for trainer, batches in self.record.trained.items():
+            times, first = Counter[str](), dict[str, int]()
+            for batch in batches:
+                for sample_id, (number, tokens, _, masked, oldest) in batch["again"].items():
+                    times[sample_id] += 1
+                    age = batch["version"] - first.get(sample_id, batch["version"])
+                    if number != times[sample_id] or not 0 < age <= replay.max_age or number >= replay.max_uses:
+                        yield f"{trainer} trained {sample_id} again, {number} of {times[sample_id]} times, {age} later"
+                    if tokens and batch["version"] - oldest > self.shape.bound + replay.max_age:
+                        yield f"{trainer} trained {sample_id} again at version {batch['version']}, of {oldest}"
+                    if tokens:
+                        step = batch["version"] + 1
+                        booked.add((trainer, sample_id, step - 1, step, number, tokens, masked, oldest))
+                first |= dict.fromkeys(batch["samples"], batch["version"])
+        columns = "trainer, sample_id, version, step, number, tokens, masked_tokens, oldest_version"
+        yield from self._compare("reuses", set(self.last.ran.rows(f"SELECT {columns} FROM reuses")), booked)
 
     def fates(self) -> Iterator[str]:
         """Who trained what."""

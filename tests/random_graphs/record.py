@@ -44,7 +44,7 @@ class Record:
     """Trainer -> its version when this life began."""
     trained: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     """Trainer -> its batches: version (that was updated), groups, samples
-    {id: [tokens trained, too old, masked, oldest version trained]}."""
+    {id: [tokens trained, too old, masked, oldest version trained]}, and again {id: [uses before, the same counts]}."""
     seen: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Node, or replica of a node that gets everything -> how often each group or sample has come to it."""
     meetings: dict[tuple[str, int, int], Meeting] = field(default_factory=dict)
@@ -71,9 +71,12 @@ class Record:
         """A group or sample has come to a node."""
         self.seen[node][key] += 1
 
-    def train(self, trainer: str, version: int, num_groups: int, samples: dict[str, Any]) -> None:
-        """A batch that updated `version`; `samples` as in `trained`."""
-        self.trained[trainer].append({"version": version, "num_groups": num_groups, "samples": samples})
+    def train(
+        self, trainer: str, version: int, num_groups: int, samples: dict[str, Any], again: dict[str, Any]
+    ) -> None:
+        """A batch that updated `version`; `samples` and `again` as in `trained`."""
+        batch = {"version": version, "num_groups": num_groups, "samples": samples, "again": again}
+        self.trained[trainer].append(batch)
         self.on_version(trainer, version + 1)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flowrl.nodes.groups.replay import Replay
+
 FEATURES = {
     "taps": "branches that reach no trainer",
     "routers": "nodes that send each item one of two ways, which meet again",
@@ -29,6 +31,7 @@ FEATURES = {
     "delays": "work that takes its time",
     "mask": 'on_limit="mask"',
     "look_ahead": "windows",
+    "replay": "groups that are trained again",
     "publish_every": "versions that are not published",
     "lag": "replicas that load weights late",
     "data_end": "data that end",
@@ -36,6 +39,9 @@ FEATURES = {
     "crash": "lives that end in a crash",
     "interrupt": "lives that are interrupted",
 }
+
+
+NO_REPLAY = Replay()
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class Shape:
     """Groups in the data; 0: no end."""
     steps: int | None = None
     save_every: int = 0
+    replay: Replay = NO_REPLAY
     lag: bool = False
     """Replicas load weights some time after they come."""
     parts: dict[str, Part] = field(default_factory=dict)
@@ -133,6 +140,11 @@ class Shape:
     def into(self, node: str) -> list[Link]:
         return [link for link in self.links if link.into.split(".")[0] == node]
 
+    def _of_replay(self) -> str:
+        of = self.replay
+        uses = f"{of.max_uses} uses, age {of.max_age}, {of.prefer} of {of.keep}"
+        return f"{of.groups} again ({uses}), " if of.groups else ""
+
     def describe(self) -> str:
         """One line about the run, one a node, one an edge that has something to say."""
         limit = "mask" if self.on_limit == "mask" else f"wait, look_ahead {self.look_ahead}"
@@ -144,8 +156,8 @@ class Shape:
         lag = ", weights load late" if self.lag else ""
         lines = [
             f"seed {self.seed}: K {self.group_size}, P {self.groups_per_step}, S {self.staleness} ({limit}), "
-            f"{self.total or 'endless'} groups, steps {self.steps}, save_every {self.save_every}{lag}; "
-            f"{lives or 'one life'}"
+            f"{self.total or 'endless'} groups, {self._of_replay()}steps {self.steps}, save_every {self.save_every}"
+            f"{lag}; {lives or 'one life'}"
         ]
         lines += [f"  {' and '.join(self.sharing)} share their devices"] if self.sharing else []
         lines += [f"  {part}" for part in map(_of_part, self.parts.values())]

@@ -70,12 +70,20 @@ class FakeTrainer(Played):
 
     def book(self, parts: Sequence[tuple[Trainable, Bool]], num_groups: int) -> None:
         uses = [Use.of(sample, mask) for sample, mask in parts]
-        ages = [self.version - use.oldest_version for use in uses if use.oldest_version is not None]
-        self.record.train(self.name, self.version, num_groups, dict(self.counted(*part) for part in parts))
+        fresh = [use for use in uses if not use.times_trained]
+        ages = [self.version - use.oldest_version for use in fresh if use.oldest_version is not None]
+        counts = dict(self.counted(*part) for part in parts if not part[0].times_trained)
+        again = {
+            sample.sample_id: [sample.times_trained, *self.counted(sample, mask)[1]]
+            for sample, mask in parts
+            if sample.times_trained
+        }
+        self.record.train(self.name, self.version, num_groups, counts, again)
         step = {
             "step": self.version + 1,
             "num_groups": num_groups,
-            "tokens_trained": sum(use.tokens for use in uses),
+            "tokens_trained": sum(use.tokens for use in fresh),
+            "reused_tokens": sum(use.tokens for use in uses) - sum(use.tokens for use in fresh),
             "staleness_max": max(ages, default=None),
         }
         self.context.ledger.step(step, uses, policy=self.name)
@@ -109,5 +117,5 @@ class Batcher(TokenBatch):
     """flowrl's own."""
 
     def __init__(self, part: Part, shape: Shape) -> None:
-        super().__init__(shape.groups_per_step, token_budget=4096)
+        super().__init__(shape.groups_per_step, token_budget=4096, replay=shape.replay)
         self._pace = AtOnce()
