@@ -42,16 +42,13 @@ class ZeroSource(WeightSource):  # type: ignore[misc]
         if self._metadata is None:
             self._metadata = [
                 ParamMeta(name, self._narrowing.narrow_dtype(name, tensor.dtype), tuple(tensor.shape))
-                for name, tensor in self._gather_tensors()
+                for names, tensors in self._source.buckets(self._bucket_bytes)
+                for name, tensor in zip(names, tensors, strict=True)
             ]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return copy_tensors(self._source, self._bucket_bytes, _synchronize, self._narrowing)
-
-    def _gather_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for names, tensors in self._source.buckets(self._bucket_bytes):
-            yield from zip(names, tensors, strict=True)
+        return copy_tensors(self._source, self._bucket_bytes, _synchronize_device, self._narrowing)
 
 
 class Announced:
@@ -82,7 +79,9 @@ class NcclSender:
         if source.rank != 0:
             return None
         if not self._port:
-            self._port = _free_port()
+            with socket.socket() as free:
+                free.bind((trainer_address(), 0))
+                self._port = int(free.getsockname()[1])
         return Weights(
             policy=policy,
             version=version,
@@ -98,19 +97,16 @@ class NcclSender:
         assert self._source is not None
         began = time.perf_counter()
         if self._engine is None:
-            self._engine = self._open_engine(self._source)
+            info = NCCLTrainerInitInfo(
+                master_address=trainer_address(),
+                master_port=self._port,
+                world_size=world_size(self._routes),
+                rank=self._rank,
+                packed_buffer_size_bytes=PACKED_BYTES,
+            )
+            self._engine = WeightTransferTrainerFactory.trainer_init(info, client=Announced(), source=self._source)
         self._engine.send_weights()
         self.copy_s = time.perf_counter() - began
-
-    def _open_engine(self, source: ZeroSource) -> Any:
-        info = NCCLTrainerInitInfo(
-            master_address=trainer_address(),
-            master_port=self._port,
-            world_size=world_size(self._routes),
-            rank=self._rank,
-            packed_buffer_size_bytes=PACKED_BYTES,
-        )
-        return WeightTransferTrainerFactory.trainer_init(info, client=Announced(), source=source)
 
     def close(self) -> None:
         if self._engine is not None:
@@ -122,16 +118,10 @@ def describe_tensor(meta: ParamMeta) -> TensorRow:
     return meta.name, dtype, tuple(meta.shape), 0, torch.Size(meta.shape).numel() * meta.dtype.itemsize
 
 
-def _synchronize() -> None:
+def _synchronize_device() -> None:
     torch.cuda.synchronize()
 
 
 def trainer_address() -> str:
     """The IP address at which generators reach the trainer: loopback if all are on one machine."""
     return os.environ.get("VLLM_HOST_IP") or local_ip()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((trainer_address(), 0))
-        return int(probe.getsockname()[1])

@@ -75,11 +75,21 @@ class ProbeCheck:
         difference = mean_mismatch(manifest, found)
         limit, why = self._find_limit(coarser_dtype(manifest, self.dtype))
         if not difference <= limit:
+            if self.first is None:
+                cause = (
+                    "It is the first probe, so usual causes are: trainer and generator were given different models, or "
+                    "an engine option (--engine.extra) changes what is computed"
+                )
+            else:
+                cause = (
+                    f"The first probe differed by {self.first:.2g}, so the usual cause is a layer that the updates "
+                    "since then did not refresh, such as a layer of which vLLM keeps a packed copy"
+                )
             raise ProbeMismatch(
                 f"{self.replica} loaded version {manifest.version} of {manifest.policy!r}, but its logprobs of the "
                 f"probe sequences differ from the trainer's by {difference:.4g} on average; {why} up to {limit:g}. "
                 "The generator does not hold the trainer's weights: further sampling would train on wrong behavior "
-                f"logprobs. {self._explain_cause()}; if the difference is known and harmless, raise probe_tolerance"
+                f"logprobs. {cause}; if the difference is known and harmless, raise probe_tolerance"
             )
         if self.first is None:
             self.first = difference
@@ -97,14 +107,3 @@ class ProbeCheck:
         if self.first is not None and DRIFT * self.first > limit:
             limit, why = DRIFT * self.first, f"the first probe differed by {self.first:.2g}, which explains"
         return limit, why
-
-    def _explain_cause(self) -> str:
-        if self.first is None:
-            return (
-                "It is the first probe, so usual causes are: trainer and generator were given different models, or an "
-                "engine option (--engine.extra) changes what is computed"
-            )
-        return (
-            f"The first probe differed by {self.first:.2g}, so the usual cause is a layer that the updates since then "
-            "did not refresh, such as a layer of which vLLM keeps a packed copy"
-        )

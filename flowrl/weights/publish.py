@@ -17,15 +17,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowrl.graph.routes import WeightRoute, WeightTransport, common_transport, through_hosts
 from flowrl.messages import Weights
 from flowrl.weights.probe import probe_sequences
-
-if TYPE_CHECKING:
-    pass
-
 from flowrl.weights.send import AS_IT_IS, Narrowing, SegmentSender, Sender, Source
 
 
@@ -77,7 +73,21 @@ class Publisher:
         if kind not in ("full", "unchanged"):
             raise ValueError(f"found kind {kind!r}; this publisher knows 'full' and 'unchanged'")
         if kind == "full" or not self._num_published:
-            self._last = self._stage_full(version)
+            began = time.perf_counter()
+            manifest = self._sender.stage_version(self._source, self.policy, version)
+            self._untransmitted = True
+            if manifest is not None and self._adapter is not None:
+                manifest = replace(manifest, kind="adapter", adapter=self._adapter)
+            staged = time.perf_counter()
+            if self._probe_every and self._num_published % self._probe_every == 0:
+                sequences = probe_sequences(self._source.vocab_size)
+                logprobs = self._source.score(sequences)
+                if manifest is not None:
+                    scored = tuple(tuple(float(p) for p in row) for row in logprobs)
+                    manifest = replace(manifest, probe_token_ids=sequences, probe_logprobs=scored)
+            copy_s = self._sender.copy_s
+            self.times = PublishTimes(staged - began - copy_s, copy_s, time.perf_counter() - staged)
+            self._last = manifest
         elif self._last is not None:
             self._last = replace(self._last, version=version, kind="unchanged", probe_token_ids=(), probe_logprobs=())
         self._num_published += 1
@@ -95,28 +105,6 @@ class Publisher:
     def close(self) -> None:
         """Remove what the transport provides for readers."""
         self._sender.close()
-
-    def _stage_full(self, version: int) -> Weights | None:
-        began = time.perf_counter()
-        manifest = self._sender.stage_version(self._source, self.policy, version)
-        self._untransmitted = True
-        if manifest is not None and self._adapter is not None:
-            manifest = replace(manifest, kind="adapter", adapter=self._adapter)
-        staged = time.perf_counter()
-        if self._probe_every and self._num_published % self._probe_every == 0:
-            manifest = self._with_probe(manifest)
-        copy_s = self._sender.copy_s
-        self.times = PublishTimes(staged - began - copy_s, copy_s, time.perf_counter() - staged)
-        return manifest
-
-    def _with_probe(self, manifest: Weights | None) -> Weights | None:
-        sequences = probe_sequences(self._source.vocab_size)
-        logprobs = self._source.score(sequences)
-        if manifest is None:
-            return None
-        return replace(
-            manifest, probe_token_ids=sequences, probe_logprobs=tuple(tuple(float(p) for p in row) for row in logprobs)
-        )
 
 
 def make_sender(routes: Sequence[WeightRoute], run_id: str, policy: str, *, narrowing: Narrowing) -> Sender:

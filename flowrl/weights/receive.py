@@ -14,7 +14,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +29,7 @@ from flowrl.weights.shm import (
     Segment,
     SegmentLost,
     SegmentPool,
+    map_segment,
     open_version,
     remove_pool_of_dead,
     verify_checksum,
@@ -177,9 +179,11 @@ class SegmentReceiver:
 
     def _copy_remote(self, origin: Origin, manifest: Weights) -> Segment:
         """The local copy of a remote segment. One process copies; the others wait for its lock and read the copy."""
+        from flowrl.weights.tcp import download_version
+
         path = SHM / f"{origin.segment}-copy"
         self._notes.add(path)
-        with _locked(path) as note:
+        with lock_file(path) as note:
             known = os.pread(note, 4096, 0).decode()
             if known:
                 try:
@@ -187,24 +191,18 @@ class SegmentReceiver:
                 except SegmentLost:
                     pass  # the note names an older copy: download this version
                 remove_pool_of_dead(known)  # nothing else removes the pool of a dead reader during the run
-            name = self._download_segment(origin, manifest)
+            if self._pool is None:
+                self._pool = SegmentPool(self._run_id, manifest.policy)
+            segment = self._pool.take_writable()
+            try:
+                download_version(origin, manifest.base_version, manifest.num_bytes, segment)
+            except FlowrlError:
+                segment.release_lock()
+                raise
+            self._pool.publish_segment(segment, manifest.base_version, manifest.num_bytes)
             os.truncate(note, 0)
-            os.pwrite(note, name.encode(), 0)
-            return open_version(name, manifest.base_version)
-
-    def _download_segment(self, origin: Origin, manifest: Weights) -> str:
-        from flowrl.weights.tcp import download_version
-
-        if self._pool is None:
-            self._pool = SegmentPool(self._run_id, manifest.policy)
-        segment = self._pool.take_writable()
-        try:
-            download_version(origin, manifest.base_version, manifest.num_bytes, segment)
-        except FlowrlError:
-            segment.release_lock()
-            raise
-        self._pool.publish_segment(segment, manifest.base_version, manifest.num_bytes)
-        return segment.name
+            os.pwrite(note, segment.name.encode(), 0)
+            return open_version(segment.name, manifest.base_version)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -213,19 +211,16 @@ class SegmentReceiver:
             path.unlink(missing_ok=True)
 
 
-class _locked:
-    """An exclusive lock on a small file next to the segments. Processes that take the lock share the file's content."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> int:
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        return self._fd
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self._fd)
+@contextmanager
+def lock_file(path: Path) -> Iterator[int]:
+    """Within this context, an exclusive lock on a small file next to the segments, whose content is shared by the
+    processes that take the lock. Gives the file's descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def make_receiver(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:
@@ -243,7 +238,7 @@ class ModuleWeights:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
         self._mappings: dict[str, mmap.mmap] = {}
-        """Segment name -> mapping. Kept, because a publisher reuses its few segments and mapping costs page faults."""
+        """Segment name -> mapping."""
 
     def load_update(self, update: Mapping[str, Any]) -> None:
         """Copy the version that `fetch_version` returned; dtypes are converted. The caller holds the segment's lock.
@@ -254,18 +249,22 @@ class ModuleWeights:
 
         with torch.no_grad():
             for name, tensor in self.read_update(update).items():
-                fill_parameter(self._parameters[name], tensor)
+                parameter: Any = self._parameters[name]
+                if not hasattr(parameter, "ds_tensor"):
+                    parameter.copy_(tensor)
+                    continue
+                shard = parameter.ds_tensor  # this rank's range of the flattened tensor
+                start = torch.distributed.get_rank() * shard.numel()
+                part = tensor.reshape(-1)[start : start + shard.numel()]
+                shard[: part.numel()].copy_(part)
 
     def read_update(self, update: Mapping[str, Any]) -> dict[str, Tensor]:
         """The version's tensors by name, as views of its segment: they are valid while the caller holds its lock.
 
         Raises FlowrlError if names or shapes differ from the module's.
         """
-        found = dict(view_tensors(self._map_segment(update["segment"]), update["tensors"], start=DATA_OFFSET))
-        self._require_same(found)
-        return found
-
-    def _require_same(self, found: Mapping[str, Tensor]) -> None:
+        mapping = map_segment(update["segment"], self._mappings)
+        found = dict(view_tensors(mapping, update["tensors"], start=DATA_OFFSET))
         mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in found.items()}
         different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
@@ -274,13 +273,7 @@ class ModuleWeights:
                 f"the published weights do not fit this node's model: {len(different)} tensors differ in name or "
                 f"shape, among them {', '.join(different[:3])}; give the node and its trainer the same model"
             )
-
-    def _map_segment(self, name: str) -> mmap.mmap:
-        if name not in self._mappings:
-            segment = Segment(name)
-            self._mappings[name] = segment.map_file()
-            segment.close()
-        return self._mappings[name]
+        return found
 
 
 def load_published(model: Any, update: Mapping[str, Any]) -> None:
@@ -288,16 +281,3 @@ def load_published(model: Any, update: Mapping[str, Any]) -> None:
     if not hasattr(model, "loader"):
         model.loader = ModuleWeights(dict(model.network.named_parameters()))
     model.loader.load_update(update)
-
-
-def fill_parameter(parameter: Any, whole: Tensor) -> None:
-    """Copy a tensor into a parameter; of a sharded one, this rank's range of the flattened tensor."""
-    if not hasattr(parameter, "ds_tensor"):
-        parameter.copy_(whole)
-        return
-    import torch
-
-    shard = parameter.ds_tensor
-    start = torch.distributed.get_rank() * shard.numel()
-    part = whole.reshape(-1)[start : start + shard.numel()]
-    shard[: part.numel()].copy_(part)

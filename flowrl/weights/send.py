@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from flowrl.graph.routes import WeightTransport
 from flowrl.messages import TensorRow, TensorTable, Weights
 from flowrl.weights.shm import Checksum, Segment, SegmentPool, align_offset, tensor_bytes
@@ -130,41 +127,39 @@ class SegmentSender:
                 pass
             return None
         segment = self.pool.take_writable()
-        rows, checksum, num_bytes = self._write_tensors(segment, buckets, self._narrowing)
+        rows, checksum, num_bytes = self._write_tensors(segment, buckets)
         self.pool.publish_segment(segment, version, num_bytes)
+        transport = WeightTransport.SHM.at(segment.name)
+        if self._serve:
+            from flowrl.weights.tcp import ChunkServer
+
+            self._server = self._server or ChunkServer()
+            transport = WeightTransport.TCP.at(str(self._server.name_origin(segment.name)))
         return Weights(
             policy=policy,
             version=version,
             base_version=version,
             kind="full",
-            transport=self._locate_segment(segment),
+            transport=transport,
             num_bytes=num_bytes,
             checksum=checksum,
             tensors=TensorTable.of(rows),
         )
 
-    def _locate_segment(self, segment: Segment) -> str:
-        if not self._serve:
-            return WeightTransport.SHM.at(segment.name)
-        if self._server is None:
-            from flowrl.weights.tcp import ChunkServer
-
-            self._server = ChunkServer()
-        return WeightTransport.TCP.at(str(self._server.name_origin(segment.name)))
-
     def _write_tensors(
-        self,
-        segment: Segment,
-        buckets: Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]],
-        narrowing: Narrowing,
+        self, segment: Segment, buckets: Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]]
     ) -> tuple[list[TensorRow], int, int]:
+        """(table, checksum, number of bytes) of what is written."""
         rows: list[TensorRow] = []
         checksum = Checksum()
         offset, self.copy_s = 0, 0.0
         for names, tensors in buckets:
             began = time.perf_counter()
             for name, tensor in zip(names, tensors, strict=True):
-                dtype, data = flatten_bytes(tensor, narrowing.narrow_dtype(name, tensor.dtype))
+                # Converted where the tensor is, so that fewer bytes are copied.
+                narrow = self._narrowing.narrow_dtype(name, tensor.dtype)
+                dtype = str(narrow).removeprefix("torch.")
+                data = tensor_bytes(tensor.detach().to(narrow).to("cpu").contiguous())
                 segment.write_data(offset, data.data)
                 checksum.add_tensor(name, dtype, tensor.shape, data)
                 rows.append((name, dtype, tuple(tensor.shape), offset, len(data)))
@@ -180,12 +175,6 @@ class SegmentSender:
             self._server.close()
             self._server = None
         self.pool.close()
-
-
-def flatten_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[str, npt.NDArray[np.uint8]]:
-    """(name of `dtype`, bytes of the tensor in it); converted where the tensor is, so that fewer bytes are copied."""
-    here = tensor.detach().to(dtype).to("cpu").contiguous()
-    return str(dtype).removeprefix("torch."), tensor_bytes(here)
 
 
 def copy_tensors(

@@ -19,6 +19,7 @@ of 64. torch is imported only where it is used: drivers, and tests of the parts 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -38,8 +39,6 @@ from flowrl.machine.orphans import has_ended
 from flowrl.messages import TensorRow, Weights
 
 if TYPE_CHECKING:
-    import mmap
-
     import torch
 
     from flowrl.wire.run_files import Presence
@@ -85,18 +84,15 @@ class Segment:
     def release_lock(self) -> None:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
-    def begin_content(self) -> None:
-        """Mark the content as no version, until `commit`."""
-        os.pwrite(self.fd, _HEADER.pack(_MAGIC, -1, 0), 0)
+    def write_header(self, version: int, num_bytes: int) -> None:
+        """Say which version is held; -1: none, as long as one is being written."""
+        os.pwrite(self.fd, _HEADER.pack(_MAGIC, version, num_bytes), 0)
 
     def write_data(self, offset: int, data: memoryview) -> None:
         """Copy `data` to `offset` bytes after the header; the file grows as needed."""
         written = 0
         while written < len(data):
             written += os.pwrite(self.fd, data[written:], DATA_OFFSET + offset + written)
-
-    def commit_version(self, version: int, num_bytes: int) -> None:
-        os.pwrite(self.fd, _HEADER.pack(_MAGIC, version, num_bytes), 0)
 
     @property
     def version(self) -> int:
@@ -114,10 +110,6 @@ class Segment:
         table = os.pread(self.fd, size, _HEADER.size).ljust(size, b"\0")
         return all(used > self.version for (used,) in _USED.iter_unpack(table))
 
-    def free_pages(self) -> None:
-        """Free the memory of the tensors; the file grows again when it is written."""
-        os.ftruncate(self.fd, DATA_OFFSET)
-
     def map_file(self) -> mmap.mmap:
         """The whole file, header included. Shared: a mapping kept open sees what is written later."""
         return mmap.mmap(self.fd, 0)
@@ -126,9 +118,6 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def remove_file(self) -> None:
-        (SHM / self.name).unlink(missing_ok=True)
 
 
 class SegmentPool:
@@ -163,12 +152,16 @@ class SegmentPool:
             and newest.is_used_by(self._readers)
             and newest.try_lock(exclusive=True)
         ):
-            newest.begin_content()
-            self._free_others(newest)
+            newest.write_header(-1, 0)
+            for other in self._segments:  # quick readers need no second one: free the memory of those that none holds
+                if other is not newest and other.try_lock(exclusive=True):
+                    other.write_header(-1, 0)
+                    os.ftruncate(other.fd, DATA_OFFSET)  # it grows again when it is written
+                    other.release_lock()
             return newest
         for segment in self._segments:
             if segment is not self._newest and segment.try_lock(exclusive=True):
-                segment.begin_content()
+                segment.write_header(-1, 0)
                 return segment
         if self._presence is None:
             from flowrl.wire.run_files import Presence
@@ -177,28 +170,20 @@ class SegmentPool:
         segment = Segment(f"{self._stem}{next(_serial)}", create=True)
         locked = segment.try_lock(exclusive=True)
         assert locked
-        segment.begin_content()
+        segment.write_header(-1, 0)
         self._segments.append(segment)
         return segment
 
-    def _free_others(self, kept: Segment) -> None:
-        """Free the memory of segments that no reader holds: quick readers do not need a second one."""
-        for segment in self._segments:
-            if segment is not kept and segment.try_lock(exclusive=True):
-                segment.begin_content()
-                segment.free_pages()
-                segment.release_lock()
-
     def publish_segment(self, segment: Segment, version: int, num_bytes: int) -> None:
         """Commit and unlock `segment`, which is complete and now the newest."""
-        segment.commit_version(version, num_bytes)
+        segment.write_header(version, num_bytes)
         segment.release_lock()
         self._newest = segment
 
     def close(self) -> None:
         """Remove the segments' names; readers keep the segments that they have mapped."""
         for segment in self._segments:
-            segment.remove_file()
+            (SHM / segment.name).unlink(missing_ok=True)
             segment.close()
         self._segments.clear()
         self._newest = None
@@ -220,21 +205,17 @@ def open_version(name: str, version: int) -> Segment:
 def remove_pool_of_dead(name: str) -> None:
     """Remove the segments of the pool that made segment `name`, if its process on this machine has ended."""
     made = _POOL.fullmatch(name)
-    if made is None or process_runs(int(made["pid"])):
+    if made is None:
         return
+    with contextlib.suppress(ProcessLookupError):
+        process = os.pidfd_open(int(made["pid"]))
+        try:
+            if not has_ended(process):
+                return
+        finally:
+            os.close(process)
     for path in SHM.glob(f"{made['pool']}*"):
         path.unlink(missing_ok=True)
-
-
-def process_runs(pid: int) -> bool:
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    try:
-        return not has_ended(process)
-    finally:
-        os.close(process)
 
 
 ALIGNMENT = 64
@@ -276,6 +257,16 @@ def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     import torch
 
     return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def map_segment(name: str, known: dict[str, mmap.mmap]) -> mmap.mmap:
+    """The segment's mapping. It stays in `known`: a publisher reuses its few segments, and mapping costs page
+    faults."""
+    if name not in known:
+        segment = Segment(name)
+        known[name] = segment.map_file()
+        segment.close()
+    return known[name]
 
 
 def view_tensors(mapping: mmap.mmap, rows: Iterable[TensorRow], *, start: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -110,7 +110,14 @@ def download_version(origin: Origin, version: int, num_bytes: int, into: Segment
         link.curve_publickey, link.curve_secretkey = zmq.curve_keypair()
         link.rcvtimeo = int(SILENCE_S * 1000)
         link.connect(f"tcp://{origin.host}:{origin.port}")
-        pull_chunks(link, origin, version, num_bytes, into)
+        starts = list(range(0, num_bytes, CHUNK_BYTES))
+        name = origin.segment.encode()
+        for asked, start in enumerate(starts):
+            link.send(_REQUEST.pack(version, start, min(CHUNK_BYTES, num_bytes - start)) + name)
+            if asked >= IN_FLIGHT:
+                store_chunk(link, version, into)
+        for _ in starts[-IN_FLIGHT:]:
+            store_chunk(link, version, into)
     except zmq.Again:
         raise FlowrlError(
             f"the trainer's weights at {origin.host}:{origin.port} did not answer for {SILENCE_S:g} s; "
@@ -118,17 +125,6 @@ def download_version(origin: Origin, version: int, num_bytes: int, into: Segment
         ) from None
     finally:
         context.destroy(linger=0)
-
-
-def pull_chunks(link: zmq.Socket[bytes], origin: Origin, version: int, num_bytes: int, into: Segment) -> None:
-    starts = list(range(0, num_bytes, CHUNK_BYTES))
-    name = origin.segment.encode()
-    for asked, start in enumerate(starts):
-        link.send(_REQUEST.pack(version, start, min(CHUNK_BYTES, num_bytes - start)) + name)
-        if asked >= IN_FLIGHT:
-            store_chunk(link, version, into)
-    for _ in starts[-IN_FLIGHT:]:
-        store_chunk(link, version, into)
 
 
 def store_chunk(link: zmq.Socket[bytes], version: int, into: Segment) -> None:

@@ -80,26 +80,20 @@ with the current process id."""
 
 
 def adopt_process() -> None:
-    """Watch the generator's process from a process of vLLM, once. Does nothing in the generator's own process."""
+    """End this process of vLLM as soon as the generator's process has ended, for whatever reason. Does nothing the
+    second time, and in the generator's own process."""
     global _watched
     parent = int(os.environ.get(PARENT_VARIABLE, os.getpid()))
     if os.getpid() in (parent, _watched):
         return
     _watched = os.getpid()
-    die_with(parent)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def die_with(pid: int) -> None:
-    """End this process as soon as process `pid` has ended, for whatever reason.
-
-    PR_SET_PDEATHSIG is no alternative: it depends on the thread that started the child, not on the process.
-    """
-    parent = os.pidfd_open(pid)
+    generator = os.pidfd_open(parent)
 
     def wait() -> None:
-        has_ended(parent, None)
+        has_ended(generator, None)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    # PR_SET_PDEATHSIG is no alternative: it depends on the thread that started the child, not on the process.
     threading.Thread(target=wait, name="flowrl-parent-watch", daemon=True).start()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -38,7 +38,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.platforms import current_platform
 
 from flowrl.messages import TensorRow
-from flowrl.weights.shm import DATA_OFFSET, Segment, view_tensors
+from flowrl.weights.shm import DATA_OFFSET, Segment, map_segment, view_tensors
 
 
 def register_adapter(manager: Any, update_info: Mapping[str, Any], adapter: Mapping[str, Any], adapter_id: int) -> None:
@@ -53,10 +53,16 @@ def register_adapter(manager: Any, update_info: Mapping[str, Any], adapter: Mapp
     config.validate_legal(manager.lora_config)
     held = manager._adapter_manager
     renames = getattr(held.model, "hf_to_vllm_mapper", None)
+    segment = Segment(update_info["segment"])
+    try:  # copies, for the publisher later overwrites the segment with another version
+        rows = view_tensors(segment.map_file(), update_info["tensors"], start=DATA_OFFSET)
+        tensors = {name: tensor.clone() for name, tensor in rows}
+    finally:
+        segment.close()
     held.add_adapter(
         LoRAModel.from_lora_tensors(
             adapter_id,
-            copy_segment_tensors(update_info),
+            tensors,
             config,
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
@@ -65,16 +71,6 @@ def register_adapter(manager: Any, update_info: Mapping[str, Any], adapter: Mapp
             skip_prefixes=getattr(held.model, "lora_skip_prefixes", None),
         )
     )
-
-
-def copy_segment_tensors(update_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the segment's tensors: the publisher later overwrites the segment with another version."""
-    segment = Segment(update_info["segment"])
-    try:
-        rows = view_tensors(segment.map_file(), update_info["tensors"], start=DATA_OFFSET)
-        return {name: tensor.clone() for name, tensor in rows}
-    finally:
-        segment.close()
 
 
 @dataclass
@@ -112,9 +108,8 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.model.load_weights(
-            view_tensors(self._map_segment(update_info.segment), update_info.tensors, start=DATA_OFFSET)
-        )
+        mapping = map_segment(update_info.segment, self._mappings)
+        self.model.load_weights(view_tensors(mapping, update_info.tensors, start=DATA_OFFSET))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -123,14 +118,6 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
 
     def shutdown(self) -> None:
         self._mappings.clear()
-
-    def _map_segment(self, name: str) -> mmap.mmap:
-        """The segment's mapping. It is kept: a publisher reuses its few segments, and mapping costs page faults."""
-        if name not in self._mappings:
-            segment = Segment(name)
-            self._mappings[name] = segment.map_file()
-            segment.close()
-        return self._mappings[name]
 
 
 @contextmanager
@@ -206,11 +193,7 @@ def keep_heads_plain(wrapper: Any) -> None:
     row of its table for each token that is sampled. The logits of a prompt's tokens have more rows than that, which
     raises an error that ends the engine. flowrl's adapters leave the output layer as it is, so nothing has to be added.
     """
-    wrapper.add_lora_logits = _add_nothing
-
-
-def _add_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+    wrapper.add_lora_logits = lambda *args, **kwargs: None
 
 
 class SpareGenerator(torch.Generator):
@@ -223,21 +206,9 @@ class SpareGenerator(torch.Generator):
         return self
 
 
-@contextmanager
-def spare_generators(runner: Any) -> Iterator[None]:
-    """Within this context, requests of vLLM's runner whose sample will be discarded draw from spare generators."""
-    generators, count = runner.input_batch.generators, runner.input_batch.num_reqs
-    discarded = np.flatnonzero(runner.discard_request_mask.np[:count]).tolist()
-    own = {index: generators[index] for index in discarded if index in generators}
-    generators.update({index: SpareGenerator() for index in own})
-    try:
-        yield
-    finally:
-        generators.update(own)
-
-
 def spare_discarded(runner_class: Any) -> None:
-    """Make all runners of this class sample in `spared`; does nothing the second time.
+    """Make all runners of this class draw a sample that will be discarded from a spare generator; does nothing the
+    second time.
 
     This prevents a crash when a prompt is computed in several steps and its request has a seed. vLLM samples after each
     of these steps, and discards all but the last result. It then moves the request's random generator back by what the
@@ -251,8 +222,14 @@ def spare_discarded(runner_class: Any) -> None:
 
     @functools.wraps(sample_tokens)
     def spare(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        with spare_generators(runner):
+        generators, count = runner.input_batch.generators, runner.input_batch.num_reqs
+        discarded = np.flatnonzero(runner.discard_request_mask.np[:count]).tolist()
+        own = {index: generators[index] for index in discarded if index in generators}
+        generators.update({index: SpareGenerator() for index in own})
+        try:
             return sample_tokens(runner, *args, **kwargs)
+        finally:
+            generators.update(own)
 
     spare.spares = True  # type: ignore[attr-defined]
     runner_class.sample_tokens = spare

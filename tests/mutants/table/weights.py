@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="buffers_of_vllms_size",
         fault="a broadcast takes the buffers that vLLM takes by default",
-        function="NcclSender._open_engine",
+        function="NcclSender.transmit_tensors",
         before="packed_buffer_size_bytes=PACKED_BYTES,",
         after="packed=True,",
         test="tests/weights/test_weights_routes.py::test_a_sender_gives_vllm_synchronized_copies",
@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         name="synchronizes_nothing",
         fault="copies for a broadcast do not wait for the device",
-        function="_synchronize",
+        function="_synchronize_device",
         before="torch.cuda.synchronize()",
         after="pass",
         test="tests/weights/test_weights_routes.py::test_a_sender_gives_vllm_synchronized_copies",
