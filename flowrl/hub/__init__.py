@@ -80,11 +80,7 @@ class HubName:
 
 
 _commits: dict[str, str] = {}
-
-
-def pin_commit(name: HubName, commit: str) -> None:
-    """From now on, `name` resolves to `commit` in this process."""
-    _commits[name.key] = commit
+"""`HubName.key` -> the commit that the name resolves to in this process."""
 
 
 def pinned_commit(name: HubName) -> str | None:
@@ -122,11 +118,6 @@ def repo_dir(name: HubName) -> Path:
     return cache_home() / f"{name.kind}s--{name.repo.replace('/', '--')}"
 
 
-def snapshot_dir(name: HubName, commit: str) -> Path:
-    """The cache's directory of one commit, whether it exists or not."""
-    return repo_dir(name) / "snapshots" / commit
-
-
 def cached_commit(name: HubName) -> str | None:
     """The commit that the cache knows for the branch or tag."""
     try:
@@ -138,7 +129,7 @@ def cached_commit(name: HubName) -> str | None:
 def cached_snapshot(name: HubName) -> Path | None:
     """The directory of `name` in the cache, with some or all of its files; None if there is none."""
     commit = pinned_commit(name) or cached_commit(name)
-    directory = snapshot_dir(name, commit) if commit else None
+    directory = repo_dir(name) / "snapshots" / commit if commit else None
     return directory if directory is not None and directory.is_dir() else None
 
 
@@ -180,13 +171,13 @@ def fetch_snapshot(name: HubName, choose: Choose, is_complete: Callable[[Path], 
                 )
         else:
             try:
-                there = _download(name, choose, progress)
+                there = _download_snapshot(name, choose, progress)
             except _UnreachableError as error:
                 if there is None or not whole:
                     raise problem_of(error.cause, name) from None
                 progress(f"{name}: the Hub does not answer, so the commit {there.name[:10]} in the cache is used")
     assert there is not None
-    pin_commit(name, there.name)
+    _commits[name.key] = there.name
     return there
 
 
@@ -202,11 +193,11 @@ class _UnreachableError(Exception):
         self.cause = cause
 
 
-def _download(name: HubName, choose: Choose, progress: Progress) -> Path:
+def _download_snapshot(name: HubName, choose: Choose, progress: Progress) -> Path:
     try:
         info = _ask_for_files(name)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        directory = snapshot_dir(name, info.sha)
+        directory = repo_dir(name) / "snapshots" / str(info.sha)
         wanted, here = choose(sizes), files_in(directory) if directory.is_dir() else {}
         missing = sum(sizes[file] for file in wanted if file not in here)
         if all(file in here for file in wanted) and info.sha in (name.commit, cached_commit(name)):
@@ -315,7 +306,8 @@ def problem_of(error: Exception, name: HubName) -> ConfigError:
     """The message for an exception of huggingface_hub."""
     from huggingface_hub import errors
 
-    page = f"{hub_url()}/{'datasets/' if name.kind == 'dataset' else ''}{name.repo}"
+    hub = hub_url()
+    page = f"{hub}/{'datasets/' if name.kind == 'dataset' else ''}{name.repo}"
     if isinstance(error, errors.GatedRepoError):
         text = f"{name} is gated; ask for access at {page}, then {LOGIN}"
     elif isinstance(error, errors.RevisionNotFoundError):
@@ -323,11 +315,19 @@ def problem_of(error: Exception, name: HubName) -> ConfigError:
     elif isinstance(error, errors.RepositoryNotFoundError):
         here = "a model directory" if name.kind == "model" else "a file or directory"
         text = (
-            f"there is no {name.kind} {name.repo!r}: it is neither {here} on this machine nor public at {hub_url()}; "
+            f"there is no {name.kind} {name.repo!r}: it is neither {here} on this machine nor public at {hub}; "
             f"correct the name or, if it is private, {LOGIN}"
         )
     elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
-        text = _refusal(error.response.status_code, name, page)
+        status = error.response.status_code
+        text = {
+            401: f"{name}: {hub} does not accept this machine's token; {LOGIN} with a valid one",
+            403: f"{name}: the account of this machine's token may not read {page}; {LOGIN} of one that may",
+            429: f"{name}: {hub} has answered too many requests of this machine; wait some minutes, or {LOGIN}",
+        }.get(
+            status,
+            f"{name}: {hub} answered with status {status}; try again later: what has been downloaded is kept",
+        )
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         home = cache_home()
         text = f"{name}: the disk of {home} is full; make room, or set HF_HOME to a directory on a larger disk"
@@ -337,20 +337,10 @@ def problem_of(error: Exception, name: HubName) -> ConfigError:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         first_line = (str(cause).strip().splitlines() or [""])[0] or type(cause).__name__
         text = (
-            f"{name} is not on this machine, and the connection to {hub_url()} was lost ({first_line}); run it again: "
+            f"{name} is not on this machine, and the connection to {hub} was lost ({first_line}); run it again: "
             "what has been downloaded is kept"
         )
     return ConfigError(text)
-
-
-def _refusal(status: int, name: HubName, page: str) -> str:
-    if status == 401:
-        return f"{name}: {hub_url()} does not accept this machine's token; {LOGIN} with a valid one"
-    if status == 403:
-        return f"{name}: the account of this machine's token may not read {page}; {LOGIN} of one that may"
-    if status == 429:
-        return f"{name}: {hub_url()} has answered too many requests of this machine; wait some minutes, or {LOGIN}"
-    return f"{name}: {hub_url()} answered with status {status}; try again later: what has been downloaded is kept"
 
 
 def require_room(name: HubName, num_bytes: int) -> None:
