@@ -25,11 +25,11 @@ class Sticks(Env):
         self.rules = SticksRules(most, least, take)
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Observation]:
-        self.left = self.rules.start(random.Random(seed))
+        self.left = self.rules.draw_start(random.Random(seed))
         return Observation(str(self.left)), Observation()
 
     async def step(self, action: Action, seat: int = 0) -> Step:
-        taken = self.rules.move(action.text, self.left)
+        taken = self.rules.parse_move(action.text, self.left)
         self.left -= taken
         if taken and self.left:
             shown = [Observation(), Observation()]
@@ -56,13 +56,13 @@ class SticksAgainst(Env):
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         self._rng = random.Random(seed)
-        self.left = self.rules.start(self._rng)
+        self.left = self.rules.draw_start(self._rng)
         if self.left > self.rules.take and self._rng.random() < 0.5:
             self._opponent_reply()
         return Observation(str(self.left))
 
     async def step(self, action: Action) -> Step:
-        taken = self.rules.move(action.text, self.left)
+        taken = self.rules.parse_move(action.text, self.left)
         self.left -= taken
         won = taken > 0 and self.left == 0
         if taken and self.left:
@@ -72,5 +72,7 @@ class SticksAgainst(Env):
         return Step(Observation("" if over else str(self.left)), float(won), terminated=over, metrics=metrics)
 
     def _opponent_reply(self) -> None:
-        best = self.rules.winning(self.left)
-        self.left -= best if best and self._rng.random() < self.skill else self._rng.choice(self.rules.moves(self.left))
+        best = self.rules.winning_move(self.left)
+        self.left -= (
+            best if best and self._rng.random() < self.skill else self._rng.choice(self.rules.allowed_moves(self.left))
+        )

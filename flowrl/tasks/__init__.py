@@ -61,8 +61,10 @@ def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -
 def parts_of(task: Task, text: str) -> tuple[Part, ...]:
     """The parts of the reward that `text` gives for responses to `task`, including its reward model."""
     heads, own = tuple(task.head_weights.items()), task.own_verifier
+    mixed = task.sources if len(task.sources) > 1 else ()
+    asked = tuple(dict.fromkeys(Task(term.text).own_verifier for term in mixed))
     return tuple(
-        dataclasses.replace(part, heads=heads, asks=task.asked_verifiers if part.place == own else ())
+        dataclasses.replace(part, heads=heads, asks=asked if part.place == own else ())
         for part in parse_reward(text, verifier=own)
     )
 

@@ -53,20 +53,19 @@ DEFAULT_SIZE = 5120
 
 
 def generate_rows(task: Task) -> Iterator[Row]:
-    """The entries of `task`, in the order of the package."""
+    """The entries of `task`, in the order of the package. The column `difficulty`, as num_terms=3,num_digits=2, is left
+    out if the package does not report it."""
     for index, entry in enumerate(_dataset_of(task.name)):
         try:
             columns = {"answer": entry["answer"], "task": task.name, "entry": index}
-            yield Row.ask(entry["question"], **columns, **_difficulty(entry["metadata"]))
+            metadata: Mapping[str, Any] = entry["metadata"]
+            ranges = metadata.get("difficulty")
+            if isinstance(ranges, Mapping):
+                told = [f"{name}={metadata[name]}" for name in ranges if isinstance(metadata.get(name), int)]
+                columns |= {"difficulty": ",".join(told)} if told else {}
+            yield Row.ask(entry["question"], **columns)
         except ConfigError as problem:
             raise ConfigError(f"task {task.name!r}, entry {index}: {problem}") from None
-
-
-def _difficulty(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The column `difficulty` of an entry, as num_terms=3,num_digits=2; {} if the package does not report it."""
-    ranges = metadata.get("difficulty")
-    names = [name for name in ranges if isinstance(metadata.get(name), int)] if isinstance(ranges, Mapping) else []
-    return {"difficulty": ",".join(f"{name}={metadata[name]}" for name in names)} if names else {}
 
 
 def score(

@@ -107,11 +107,6 @@ def names_model(reward: str) -> bool:
     return any(term.text == MODEL for term in parse_sum(reward)) if reward else False
 
 
-def gathers_samples(parts: Iterable[Part]) -> bool:
-    """Whether one of the parts is a function that expects many samples at once."""
-    return any(part.convention in BATCHED for part in parts)
-
-
 def usual_processes(parts: Iterable[Part]) -> int:
     """Number of worker processes for each function, unless a graph says otherwise."""
     return PROGRAMS if any(part.place in (CHECKS["code"], OF_MIXTURE_WITH_CODE) for part in parts) else 1
@@ -119,7 +114,7 @@ def usual_processes(parts: Iterable[Part]) -> int:
 
 def samples_at_once(parts: Sequence[Part], concurrency: int | None) -> int:
     """How many samples a node asks about at a time; `concurrency` is that of `open_reward`."""
-    if gathers_samples(parts):
+    if any(part.convention in BATCHED for part in parts):  # it expects many samples at once
         return GATHERED * (usual_processes(parts) if concurrency is None else concurrency)
     if concurrency is not None:
         return concurrency

@@ -153,13 +153,6 @@ class Task:
         return "flowrl.tasks.checks.answer_checks:exact_match"
 
     @property
-    def asked_verifiers(self) -> tuple[str, ...]:
-        """The verifiers that a mixture's own verifier asks, each once; () for a task with one source."""
-        if len(self.sources) < 2:
-            return ()
-        return tuple(dict.fromkeys(Task(term.text).own_verifier for term in self.sources))
-
-    @property
     def compares(self) -> bool:
         """Whether the source's own verifier is the reward, or a part of it."""
         return any(part.place == VERIFIER for part in parse_reward(self.reward or VERIFIER))

@@ -31,7 +31,16 @@ def parse_options(what: str, text: str) -> Mapping[str, Any]:
     A value in quotes may have commas. `what` names the owner in errors, as "task 'arithmetic:digits'". Raises
     ConfigError.
     """
-    return dict(_parse_option(what, part) for part in _split_options(text) if part)
+    found: dict[str, Any] = {}
+    for part in filter(None, _split_options(text)):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ConfigError(f"{what}: {part!r} is no option; write them as SOURCE:key=value,key=value")
+        try:
+            found[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            found[key.strip()] = value.strip()
+    return found
 
 
 def write_option(key: str, value: str) -> str:
@@ -65,16 +74,6 @@ def take_options(what: str, name: str, taken: Collection[str]) -> tuple[str, Map
     return (f"{source}:{','.join(parts)}" if parts else source), own
 
 
-def _parse_option(what: str, part: str) -> tuple[str, Any]:
-    key, equals, text = part.partition("=")
-    if not equals or not key.strip().isidentifier():
-        raise ConfigError(f"{what}: {part!r} is no option; write them as SOURCE:key=value,key=value")
-    try:
-        return key.strip(), ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return key.strip(), text.strip()
-
-
 # Weighted sums
 
 
@@ -94,7 +93,19 @@ class Term:
 
 def parse_sum(text: str) -> tuple[Term, ...]:
     """The summands of `text`. Raises ConfigError for an empty summand and for a weight that is not a number."""
-    return tuple(_parse_term(part.strip(), text) for part in PLUS.split(text))
+    terms = []
+    for part in PLUS.split(text):
+        match = TERM.fullmatch(part.strip())
+        if match is None or not match["text"]:
+            raise ConfigError(f"{text!r} has an empty summand; write WEIGHT*THIS + WEIGHT*THAT as NAME")
+        try:
+            weight = float(match["weight"] or 1)
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
+            raise ConfigError(f"{text!r}: the weight {match['weight']} is no number; write WEIGHT*THIS + WEIGHT*THAT")
+        terms.append(Term(match["text"], weight, match["name"] or ""))
+    return tuple(terms)
 
 
 def parse_weights(what: str, text: str) -> dict[str, float]:
@@ -110,16 +121,3 @@ def parse_weights(what: str, text: str) -> dict[str, float]:
             raise ConfigError(f"{what} has {part!r}; write NAME=WEIGHT,NAME=WEIGHT")
         found[name.strip()] = weight
     return found
-
-
-def _parse_term(part: str, whole: str) -> Term:
-    match = TERM.fullmatch(part)
-    if match is None or not match["text"]:
-        raise ConfigError(f"{whole!r} has an empty summand; write WEIGHT*THIS + WEIGHT*THAT as NAME")
-    try:
-        weight = float(match["weight"] or 1)
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise ConfigError(f"{whole!r}: the weight {match['weight']} is no number; write WEIGHT*THIS + WEIGHT*THAT")
-    return Term(match["text"], weight, match["name"] or "")

@@ -95,21 +95,21 @@ class SticksRules:
         if not 1 <= self.take <= 9:
             raise ConfigError(f"sticks: take is {self.take}; it has to be 1 to 9, because a move is one digit")
 
-    def start(self, rng: random.Random) -> int:
+    def draw_start(self, rng: random.Random) -> int:
         """The number of sticks at the beginning of a game."""
         return rng.randint(self.least, self.most)
 
-    def move(self, text: str, left: int) -> int:
+    def parse_move(self, text: str, left: int) -> int:
         """The number of sticks that a reply takes; 0 if the reply is no allowed move."""
         text = text.strip()
-        moves = {str(number): number for number in self.moves(left)}
+        moves = {str(number): number for number in self.allowed_moves(left)}
         return moves.get(text, 0)
 
-    def moves(self, left: int) -> range:
+    def allowed_moves(self, left: int) -> range:
         """The allowed moves."""
         return range(1, min(self.take, left) + 1)
 
-    def winning(self, left: int) -> int:
+    def winning_move(self, left: int) -> int:
         """The move after which the other player loses against the best play; 0 if there is none."""
         return left % (self.take + 1)
 
@@ -118,30 +118,30 @@ class SticksRules:
         rng = random.Random(self.seed)
         for turns in range(1 + self.most // 2):
             for _ in range(GAMES):
-                if row := self._row(turns, rng):
+                if row := self._play_row(turns, rng):
                     yield row
 
-    def _row(self, turns: int, rng: random.Random) -> Row | None:
+    def _play_row(self, turns: int, rng: random.Random) -> Row | None:
         """A game in which the player has already made `turns` moves; None if the game is over by then."""
-        left = self.start(rng)
+        left = self.draw_start(rng)
         if rng.random() < 0.5:  # the other player begins
-            left -= rng.choice(self.moves(left))
+            left -= rng.choice(self.allowed_moves(left))
         messages = []
         for _ in range(turns):
             if left == 0:
                 return None
-            mine = rng.choice(self.moves(left))
+            mine = rng.choice(self.allowed_moves(left))
             messages += [{"role": "user", "content": str(left)}, {"role": "assistant", "content": str(mine)}]
             left -= mine
-            left -= rng.choice(self.moves(left)) if left else 0
+            left -= rng.choice(self.allowed_moves(left)) if left else 0
         if left == 0:
             return None
-        answer = str(self.winning(left) or rng.choice(self.moves(left)))
+        answer = str(self.winning_move(left) or rng.choice(self.allowed_moves(left)))
         return Row((*messages, {"role": "user", "content": str(left)}), {"answer": answer, "left": left})
 
 
 def demonstrate_move(rules: SticksRules, row: Row, rng: random.Random) -> str:
     """The move of an imperfect player."""
     left = int(row.columns["left"])
-    best = rules.winning(left)
-    return str(best if best and rng.random() < KNOWING else rng.choice(rules.moves(left)))
+    best = rules.winning_move(left)
+    return str(best if best and rng.random() < KNOWING else rng.choice(rules.allowed_moves(left)))

@@ -42,7 +42,10 @@ def load_user_module(where: str, *, owner: str) -> ModuleType:
 
     `owner` is "reward", "environment", "tool" or "agent".
     """
-    return _load_file(where, owner) if where.endswith(".py") else _load_package(where, owner)
+    if where.endswith(".py"):
+        return _load_file(where, owner)
+    with _import_problems(f"the {owner}'s module {where!r}"):
+        return importlib.import_module(where)
 
 
 def one_line(problem: BaseException) -> str:
@@ -72,11 +75,6 @@ def _import_problems(what: str) -> Iterator[None]:
             yield
         except Exception as problem:  # the boundary to the user's module
             raise ConfigError(f"{what} does not import: {one_line(problem)}") from None
-
-
-def _load_package(name: str, owner: str) -> ModuleType:
-    with _import_problems(f"the {owner}'s module {name!r}"):
-        return importlib.import_module(name)
 
 
 @functools.lru_cache(maxsize=16)
@@ -132,8 +130,14 @@ def program_variables(more: Mapping[str, str] | None = None, *, keep: Iterable[s
     `keep` has names, which may end in `*`. A program that was started with such variables hands all of its own on.
     """
     known = EVERYTHING if MARK in os.environ else (*BASIC, *keep)
-    found = {name: text for name, text in os.environ.items() if _matches(name, known) and not _matches(name, WITHHELD)}
-    return {**_without_proxy_to_loopback(found), MARK: "1", **(more or {})}
+    found = {
+        name: text
+        for name, text in os.environ.items()
+        if _matches_any(name, known) and not _matches_any(name, WITHHELD)
+    }
+    if any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in found):
+        found |= exceptions(found)  # loopback, where the run's own servers listen, is exempt from proxies
+    return {**found, MARK: "1", **(more or {})}
 
 
 def keep_problems(keep: Iterable[str]) -> Iterator[str]:
@@ -141,7 +145,7 @@ def keep_problems(keep: Iterable[str]) -> Iterator[str]:
     for name in keep:
         if not VARIABLE.fullmatch(name):
             yield f"keep_variables has {name!r}; it takes names of variables, such as OPENAI_API_KEY or WANDB_*"
-        elif _matches(name, WITHHELD):
+        elif _matches_any(name, WITHHELD):
             yield (
                 f"keep_variables has {name}, which gives whoever has it all machines of Ray's cluster; no program gets "
                 "it, so leave it out"
@@ -150,17 +154,13 @@ def keep_problems(keep: Iterable[str]) -> Iterator[str]:
 
 def missing_variables(keep: Iterable[str]) -> list[str]:
     """The names in `keep` for which this process has no variable."""
-    return [name for name in keep if name not in EVERYTHING and not any(_matches(one, (name,)) for one in os.environ)]
+    return [
+        name for name in keep if name not in EVERYTHING and not any(_matches_any(one, (name,)) for one in os.environ)
+    ]
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _without_proxy_to_loopback(variables: dict[str, str]) -> dict[str, str]:
-    """The variables with loopback, where the run's own servers listen, exempt from proxies."""
-    has_proxy = any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in variables)
-    return {**variables, **exceptions(variables)} if has_proxy else variables
 
 
 # Messages

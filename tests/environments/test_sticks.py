@@ -60,10 +60,10 @@ def test_winning_moves_win_against_every_play() -> None:
 
     def wins(left: int) -> bool:
         """Whether who moves now can win, by trying everything."""
-        return any(left == move or not wins(left - move) for move in rules.moves(left))
+        return any(left == move or not wins(left - move) for move in rules.allowed_moves(left))
 
     for left in range(1, 17):
-        move = rules.winning(left)
+        move = rules.winning_move(left)
         assert bool(move) == wins(left)
         assert not move or left == move or not wins(left - move)
 
@@ -75,8 +75,8 @@ def games(skill: float, *, best: bool, number: int = 400) -> list[Step]:
         env, rng = SticksAgainst(skill), random.Random(seed + 1_000_000)
         left = int((await env.reset({}, seed)).text)
         while True:
-            winning = env.rules.winning(left) if best else 0
-            step = await env.step(Action(str(winning or rng.choice(env.rules.moves(left)))))
+            winning = env.rules.winning_move(left) if best else 0
+            step = await env.step(Action(str(winning or rng.choice(env.rules.allowed_moves(left)))))
             if step.terminated:
                 return step
             left = int(step.observation.text)
@@ -120,12 +120,12 @@ def test_the_rows_are_games_and_the_demonstrations_are_allowed_moves() -> None:
     best: Counter[bool] = Counter()
     for row in (*rows.train, *rows.held_out):
         left = int(row.prompt)
-        assert int(str(row.answer)) in rules.moves(left)
+        assert int(str(row.answer)) in rules.allowed_moves(left)
         move = int(demonstrate(row, rng))
-        assert move in rules.moves(left)
-        if rules.winning(left):
-            assert row.answer == str(rules.winning(left))
-            best[move == rules.winning(left)] += 1
+        assert move in rules.allowed_moves(left)
+        if rules.winning_move(left):
+            assert row.answer == str(rules.winning_move(left))
+            best[move == rules.winning_move(left)] += 1
     assert 0.4 < best[True] / best.total() < 0.65
 
 

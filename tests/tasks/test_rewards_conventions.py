@@ -92,7 +92,7 @@ def test_trl_gets_texts_or_messages_as_the_rows_have_them(messages: bool) -> Non
         return [0.5]
 
     columns = {name: [value] for name, value in trl_columns(messages=messages).items()}
-    assert adapt_function(reward, "trl").function(["<|user|>2+2="], ["4"], **columns) == [0.5]
+    assert adapt_function(reward, "trl")[0](["<|user|>2+2="], ["4"], **columns) == [0.5]
     ((prompts, completions, answer, kwargs),) = seen
     if messages:
         assert prompts == [[{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}]]
@@ -126,7 +126,7 @@ def test_an_async_function_is_awaited() -> None:
     async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
         return float(solution_str == ground_truth)
 
-    call = adapt_function(compute_score, "verl").function
+    call, _, _ = adapt_function(compute_score, "verl")
     assert asyncio.run(call("2+2", "4", answer="4")) == 1.0
 
 

@@ -117,7 +117,7 @@ def test_a_file_that_has_changed_is_named(tmp_path: Path) -> None:
     rows = load_rows(Task(f"{file}:rows=disk")).train
     with file.open("r+") as opened:  # rows of the same length
         opened.write("".join(json.dumps({"prompt": f"q {n % 20:02}"}) + "\n" for n in range(1, 21)))
-    first = rows._places[0, 1]  # type: ignore[attr-defined]
+    first = rows.places[0, 1]  # type: ignore[attr-defined]
     for read in (lambda: rows[0], lambda: rows_by_id(rows)[next(prompt_ids(rows))], lambda: list(rows)):
         with pytest.raises(ConfigError, match=rf"a.jsonl:{first}: {CHANGED}"):
             read()

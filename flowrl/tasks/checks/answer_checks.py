@@ -205,17 +205,12 @@ def check_references(check: str, answers: Mapping[str, str]) -> None:
             f"({len(wrong)} of {len(answers)} have none); name the column that has it with answer=, "
             "choose another check, or leave such rows out with malformed=skip"
         )
-    if check == "choice":
-        _refuse_letters_and_numbers(answers)
-
-
-def _refuse_letters_and_numbers(answers: Mapping[str, str]) -> None:
-    """Raise ConfigError if some rows have letters and others numbers: such numbers mostly count from 1, as in ARC."""
-    numbers = [place for place, text in answers.items() if _bare_answer(text).isdecimal()]
-    letters = [place for place, text in answers.items() if not _bare_answer(text).isdecimal()]
-    if numbers and letters:
-        raise ConfigError(
-            f"{numbers[0]}: the answer is {answers[numbers[0]]!r}, and that of {letters[0]} is "
-            f"{answers[letters[0]][:60]!r}; check=choice counts numbers from 0 for A, which is seldom meant where "
-            f"other rows have letters; write letters in all rows ({len(numbers)} of {len(answers)} have numbers)"
-        )
+    if check == "choice":  # such numbers mostly count from 1, as in ARC
+        numbers = [place for place, text in answers.items() if _bare_answer(text).isdecimal()]
+        letters = [place for place, text in answers.items() if not _bare_answer(text).isdecimal()]
+        if numbers and letters:
+            raise ConfigError(
+                f"{numbers[0]}: the answer is {answers[numbers[0]]!r}, and that of {letters[0]} is "
+                f"{answers[letters[0]][:60]!r}; check=choice counts numbers from 0 for A, which is seldom meant where "
+                f"other rows have letters; write letters in all rows ({len(numbers)} of {len(answers)} have numbers)"
+            )

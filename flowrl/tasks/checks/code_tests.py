@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +65,7 @@ class CodeTests:
 def program_of(response: str) -> str:
     """The last fenced block that names Python, else the last block that names no language, else the whole response. A
     block that is not closed counts only if there is no closed one of its kind."""
-    ordered = sorted(_code_blocks(response), key=lambda block: block[:2])
-    return ordered[-1][2] if ordered else response
-
-
-def _code_blocks(response: str) -> Iterator[tuple[bool, bool, str]]:
+    blocks: list[tuple[bool, bool, str]] = []
     """(whether it names Python, whether it is closed, its text) of each block of Python or without a language."""
     opened: re.Match[str] | None = None
     for fence in FENCE.finditer(response):
@@ -77,10 +73,11 @@ def _code_blocks(response: str) -> Iterator[tuple[bool, bool, str]]:
             opened = fence
         elif len(fence[1]) >= len(opened[1]) and not fence[2].strip():
             if PYTHON.fullmatch(opened[2]):
-                yield _names_python(opened), True, response[opened.end() : fence.start()]
+                blocks.append((_names_python(opened), True, response[opened.end() : fence.start()]))
             opened = None
     if opened is not None and PYTHON.fullmatch(opened[2]):
-        yield _names_python(opened), False, response[opened.end() :]
+        blocks.append((_names_python(opened), False, response[opened.end() :]))
+    return sorted(blocks, key=lambda block: block[:2])[-1][2] if blocks else response
 
 
 def _names_python(fence: re.Match[str]) -> bool:
@@ -170,10 +167,22 @@ def complete_pieces(pieces: Sequence[str], entry_point: str | None) -> tuple[str
     bodies = [ast.parse(piece).body for piece in done]
     everything = [node for body in bodies for node in body]
     if "check" not in _names_reached(everything):
-        done = [
-            f"{piece}\n{_check_call(entry_point)}" if _defines_check(body) else piece
-            for piece, body in zip(done, bodies, strict=True)
-        ]
+        for number, body in enumerate(bodies):
+            if not _defines_check(body):
+                continue
+            if not entry_point:
+                raise NoTests(
+                    "the function that check(), which this code defines, is called with",
+                    "name it in a column entry_point, or call check() in the tests",
+                )
+            call = f"check({entry_point})"
+            try:
+                ast.parse(call, mode="eval")
+            except (SyntaxError, ValueError):
+                raise NoTests(
+                    f"a function to call check() with, where entry_point is {entry_point!r}", "correct that column"
+                ) from None
+            done[number] += f"\n{call}"
     if done == list(pieces) and not any(map(_does_something, everything)):
         raise NoTests(
             "tests that run, where this code only defines something", "add asserts or calls, or make it a TestCase"
@@ -232,22 +241,6 @@ def _defines_check(body: Iterable[ast.stmt]) -> bool:
             if takes_some and len(positional) - len(node.args.defaults) <= 1 and None not in node.args.kw_defaults:
                 return True
     return False
-
-
-def _check_call(entry_point: str | None) -> str:
-    if not entry_point:
-        raise NoTests(
-            "the function that check(), which this code defines, is called with",
-            "name it in a column entry_point, or call check() in the tests",
-        )
-    call = f"check({entry_point})"
-    try:
-        ast.parse(call, mode="eval")
-    except (SyntaxError, ValueError):
-        raise NoTests(
-            f"a function to call check() with, where entry_point is {entry_point!r}", "correct that column"
-        ) from None
-    return call
 
 
 def _does_something(node: ast.AST) -> bool:

@@ -108,7 +108,9 @@ def check_formulas(answers: Mapping[str, str]) -> None:
 def is_readable(answer: str) -> bool:
     """Whether math-verify finds something in the answer. math-verify itself is not called: it takes some milliseconds
     for each answer, and it refuses to run outside the main thread, but nodes load their rows in other threads."""
-    return has_formula(_answer_in(answer))
+    text = _answer_in(answer)
+    formulas = bare_formulas(text)
+    return bool(IN_PROSE.search(readable_prose(text))) if not formulas or DELIMITED.search(formulas[0]) else True
 
 
 # Texts that are nothing but a formula
@@ -200,12 +202,6 @@ def bare_formulas(text: str) -> tuple[str, ...]:
         without_label = left + equals + "".join(filter(None, quantity.groups()))
     found = dict.fromkeys(map(readable_notation, (without_label, text)))
     return tuple(filter(_is_mathematics, found))
-
-
-def has_formula(text: str) -> bool:
-    """Whether math-verify finds a formula or number in the text."""
-    formulas = bare_formulas(text)
-    return bool(IN_PROSE.search(readable_prose(text))) if not formulas or DELIMITED.search(formulas[0]) else True
 
 
 def delimit_formula(formula: str) -> str:

@@ -300,7 +300,7 @@ class HttpReward:
         self._waiting = [question for question in self._waiting if not question.verdict.done()]
         while self._waiting and len(self._requests) < self.per_url * len(self.urls):
             questions, self._waiting = self._waiting[: self.batch], self._waiting[self.batch :]
-            request = asyncio.get_running_loop().create_task(self._answer(questions))
+            request = asyncio.get_running_loop().create_task(self._answer_questions(questions))
             self._requests.add(request)
             request.add_done_callback(self._end_request)
 
@@ -310,7 +310,7 @@ class HttpReward:
             request.result()
             self._send_requests()
 
-    async def _answer(self, questions: Sequence[Question]) -> None:
+    async def _answer_questions(self, questions: Sequence[Question]) -> None:
         """Set verdicts for all questions. A problem with one sample does not affect the others."""
         parts: list[Sequence[Question]] = [questions]
         num_asked = num_answered = 0
@@ -388,11 +388,14 @@ class HttpReward:
             by_proxy = f" through the proxy {shown_proxy(proxy)}" if proxy else ""
             told = str(error) or type(error).__name__
             bad = BadReward("reward_unreachable", f"{url} cannot be reached{by_proxy}: {told}")
-            raise self._note_unreached(url, bad) if _is_away(error) else Transient(bad) from None
+            # With these errors no server is running at the other end; with others the address is wrong.
+            away = isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | ConnectionError)
+            is_away = away and not isinstance(error, aiohttp.ClientSSLError)
+            raise self._note_unreached(url, bad) if is_away else Transient(bad) from None
         finally:
             self._busy[url] -= 1
         if status in AWAY:
-            bad = BadReward(f"reward_http_{status}", f"{url} answered {status}: {_shortened(text)}")
+            bad = BadReward(f"reward_http_{status}", f"{url} answered {status}: {_shorten_text(text)}")
             raise self._note_unreached(url, bad, asked_s)
         self._outage.note_answer(url)
         return read_answer(url, status, text, len(questions), asked_s)
@@ -428,34 +431,24 @@ def request_body(questions: Sequence[Question], *, of_openrlhf: bool) -> bytes:
     return json.dumps(body, default=str).encode()
 
 
-def _is_away(error: Exception) -> bool:
-    """Whether a connection failed because no server is running at the other end, and not because the address is
-    wrong."""
-    import aiohttp
-
-    if isinstance(error, aiohttp.ClientSSLError):
-        return False
-    return isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | ConnectionError)
-
-
 def read_answer(url: str, status: int, text: str, num: int, asked_s: float = 0.0) -> Verdicts:
     """The server's answer, checked like a function's answer. Raises Transient and BadReward."""
     if status in TRANSIENT:
-        bad = BadReward(f"reward_http_{status}", f"{url} answered {status}: {_shortened(text)}")
+        bad = BadReward(f"reward_http_{status}", f"{url} answered {status}: {_shorten_text(text)}")
         raise Transient(bad, asked_s=asked_s)
     if status == 422:  # from flowrl's own server, which says why: its function gave no verdict
         try:
             said = str(json.loads(text)["error"])[:LONGEST_ERROR]
         except (ValueError, TypeError, KeyError):
-            said = _shortened(text)
+            said = _shorten_text(text)
         raise BadReward("reward_raised", f"{url} has no verdict: {said}")
     if status != 200:
-        raise BadReward(f"reward_http_{status}", f"{url} answered {status}: {_shortened(text)}")
+        raise BadReward(f"reward_http_{status}", f"{url} answered {status}: {_shorten_text(text)}")
     try:
         answer = json.loads(text)
     except ValueError:
         raise Transient(
-            BadReward("reward_malformed", f"{url} answered with invalid JSON: {_shortened(text)}")
+            BadReward("reward_malformed", f"{url} answered with invalid JSON: {_shorten_text(text)}")
         ) from None
     if isinstance(answer, dict) and "extra_logs" in answer:
         answer = openrlhf_answer(answer, num)
@@ -467,12 +460,12 @@ def read_answer(url: str, status: int, text: str, num: int, asked_s: float = 0.0
     if not known or not all(isinstance(weight, int | float) and is_finite(weight) for weight in heads.values()):
         raise BadReward(
             "reward_malformed",
-            f"{url} answered heads = {_shortened(str(heads))}; it needs a weight under names of its logs",
+            f"{url} answered heads = {_shorten_text(str(heads))}; it needs a weight under names of its logs",
         )
     return replace(verdicts, heads={name: float(weight) for name, weight in heads.items()})
 
 
-def _shortened(text: str) -> str:
+def _shorten_text(text: str) -> str:
     line = " ".join(text.split())
     return repr(line if len(line) <= 80 else f"{line[:77]}...")
 
@@ -500,11 +493,11 @@ class RewardServer:
             await self._client.close()
 
         app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)
-        app.add_routes([web.post("/score", self._score), web.get("/health", self._health)])
+        app.add_routes([web.post("/score", self._answer_score), web.get("/health", self._answer_health)])
         app.on_cleanup.append(close)
         return app
 
-    async def _score(self, request: web.Request) -> web.Response:
+    async def _answer_score(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
         try:
@@ -519,7 +512,7 @@ class RewardServer:
         logs, heads = dict(verdicts.logs), dict(verdicts.heads)
         return web.json_response({"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": logs, "heads": heads})
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _answer_health(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
         return web.json_response({"serving": self.name, "answered": self._answered})

@@ -161,7 +161,7 @@ class Judge:
         try:
             answer = self._call_function(prompts, responses, columns)
         except Exception as problem:  # the boundary to the user's function
-            raise _raised_problem(self.place, problem) from problem
+            raise BadReward("reward_raised", f"{self.place} raised {one_line(problem)}") from problem
         return self._read_verdicts(answer, len(responses))
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
@@ -170,7 +170,7 @@ class Judge:
             called = self._call_function(prompts, responses, columns)
             answer = await (asyncio.gather(*map(_await_answer, called)) if self.single else _await_answer(called))
         except Exception as problem:  # the boundary to the user's function
-            raise _raised_problem(self.place, problem) from problem
+            raise BadReward("reward_raised", f"{self.place} raised {one_line(problem)}") from problem
         return self._read_verdicts(answer, len(responses))
 
     def _call_function(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Any:
@@ -194,40 +194,39 @@ class Judge:
 
 def as_verdicts(place: str, answer: Any, num: int) -> Verdicts:
     """Check what a function returned for `num` samples. Raises BadReward that names the returned value."""
+    rewards: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
     if not isinstance(answer, Mapping):
         rewards = _read_numbers(place, "rewards", answer, num)
         return Verdicts(rewards, rewards)
-    if "rewards" not in answer:
-        return _read_heads(place, answer, num)
-    rewards = _read_numbers(place, "rewards", answer["rewards"], num)
-    scores = rewards if answer.get("scores") is None else _read_numbers(place, "scores", answer["scores"], num)
-    logs = _read_logs(place, answer, "lists")
-    return Verdicts(rewards, scores, {str(k): _read_numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items()})
+    heads: dict[str, tuple[float, ...]] = {}
+    if "rewards" in answer:
+        rewards = _read_numbers(place, "rewards", answer["rewards"], num)
+        scores = rewards if answer.get("scores") is None else _read_numbers(place, "scores", answer["scores"], num)
+    else:
+        names = [str(name) for name in answer if name != "logs"]
+        if not names or not {"reward", "score", "scores"}.isdisjoint(names):
+            raise BadReward(
+                "reward_malformed",
+                f"{place} returned a mapping of {', '.join(names) or 'nothing'}; it needs the key 'rewards', or a "
+                "number under each name, which are added up",
+            )
+        heads = {str(k): _read_numbers(place, str(k), values, num) for k, values in answer.items() if k != "logs"}
+    given = _read_logs(place, answer, "lists")
+    logs = {str(k): _read_numbers(place, f"logs[{k!r}]", v, num) for k, v in given.items() if str(k) not in heads}
+    if heads:
+        return Verdicts((), (), {**logs, **heads}, dict.fromkeys(heads, 1.0)).summed()
+    return Verdicts(rewards, scores, logs)
 
 
 def _read_logs(place: str, answer: Mapping[Any, Any], needed: str) -> Mapping[Any, Any]:
     """The logs of an answer; None means no logs. Raises BadReward if they have no names."""
     logs = answer.get("logs")
     if not isinstance(logs, Mapping | None):
-        raise BadReward("reward_malformed", f"{place} returned logs = {_short(logs)}; it needs {needed} under names")
-    return logs or {}
-
-
-def _read_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
-    """The verdicts of a mapping of heads to their numbers."""
-    names = [str(name) for name in answer if name != "logs"]
-    if not names or not {"reward", "score", "scores"}.isdisjoint(names):
         raise BadReward(
-            "reward_malformed",
-            f"{place} returned a mapping of {', '.join(names) or 'nothing'}; it needs the key 'rewards', or a number "
-            "under each name, which are added up",
+            "reward_malformed", f"{place} returned logs = {_shorten_value(logs)}; it needs {needed} under names"
         )
-    heads = {
-        str(name): _read_numbers(place, str(name), values, num) for name, values in answer.items() if name != "logs"
-    }
-    logs = _read_logs(place, answer, "lists")
-    logged = {str(k): _read_numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items() if str(k) not in heads}
-    return Verdicts((), (), {**logged, **heads}, dict.fromkeys(heads, 1.0)).summed()
+    return logs or {}
 
 
 def load_judge(place: str) -> Judge:
@@ -273,15 +272,13 @@ def make_judge(place: str, function: Callable[..., Any]) -> Judge:
             "(prompts, completions) or verl (data_source, solution_str, ground_truth)"
         )
     if convention != "flowrl":
-        foreign = adapt_function(function, convention)
-        if unknown := sorted(foreign.required.intersection(OF_TRL)):
+        call, required, any_of = adapt_function(function, convention)
+        if unknown := sorted(required.intersection(OF_TRL)):
             raise ConfigError(
                 f"reward {place} needs {', '.join(unknown)}, which TRL hands over and flowrl does not have; give the "
                 "parameter a default"
             )
-        return Judge(
-            place, foreign.function, foreign.single, foreign.wanted, foreign.required, foreign.any_of, convention
-        )
+        return Judge(place, call, convention == "verl", None, required, any_of, convention)
     first, named = parameters[:2], [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return Judge(
@@ -299,7 +296,8 @@ def _read_numbers(place: str, what: str, values: Any, num: int) -> tuple[float, 
         values = values.tolist()
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise BadReward(
-            "reward_malformed", f"{place} returned {what} = {_short(values)}; it needs a list of {num} number(s)"
+            "reward_malformed",
+            f"{place} returned {what} = {_shorten_value(values)}; it needs a list of {num} number(s)",
         )
     if len(values) != num:
         raise BadReward("reward_wrong_length", f"{place} returned {len(values)} {what} for {num} response(s)")
@@ -307,9 +305,11 @@ def _read_numbers(place: str, what: str, values: Any, num: int) -> tuple[float, 
     for value in values:
         number = number_in(value)
         if number is None:
-            raise BadReward("reward_malformed", f"{place} returned {what} with {_short(value)}; it needs numbers")
+            raise BadReward(
+                "reward_malformed", f"{place} returned {what} with {_shorten_value(value)}; it needs numbers"
+            )
         if not math.isfinite(number):
-            told = _short(value)
+            told = _shorten_value(value)
             raise BadReward("reward_not_finite", f"{place} returned {what} with {told}; it needs finite numbers")
         found.append(number)
     return tuple(found)
@@ -358,10 +358,6 @@ async def _await_answer(called: Awaitable[Any]) -> Any:
         raise RuntimeError(f"it called sys.exit({end.code!r})") from None
 
 
-def _raised_problem(place: str, problem: Exception) -> BadReward:
-    return BadReward("reward_raised", f"{place} raised {one_line(problem)}")
-
-
-def _short(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -271,31 +271,29 @@ class RewardWorker:
         """The child, which is started if there is none. Raises ConfigError if the function does not load there,
         BadReward if the child ends."""
         async with self._starting:
-            if self._child is None or self._child.retired or self._child.ended.done():
-                self._child = await self._load_child()
-            return self._child
-
-    async def _load_child(self) -> RewardChild:
-        started = RewardChild(self.place, self.asks, on_block=self._report_block)
-        self._children.add(started)
-        try:
-            async with asyncio.timeout(LOADED_WITHIN_S):
-                answer = await asyncio.shield(started.loaded)
-        except TimeoutError:
-            await self._end_child(started)
-            raise ConfigError(
-                f"{self.place} is not loaded after {LOADED_WITHIN_S:g} s; do slow set-up at its first call"
-            ) from None
-        except ChildEnded:
-            self._children.discard(started)
-            raise BadReward("reward_died", f"{self.place} {started.how_it_ended} while it was loaded") from None
-        except asyncio.CancelledError:
-            await self._end_child(started)
-            raise
-        if "error" in answer:
-            await self._end_child(started)
-            raise ConfigError(answer["error"])
-        return started
+            if self._child is not None and not self._child.retired and not self._child.ended.done():
+                return self._child
+            started = RewardChild(self.place, self.asks, on_block=self._report_block)
+            self._children.add(started)
+            try:
+                async with asyncio.timeout(LOADED_WITHIN_S):
+                    answer = await asyncio.shield(started.loaded)
+            except TimeoutError:
+                await self._end_child(started)
+                raise ConfigError(
+                    f"{self.place} is not loaded after {LOADED_WITHIN_S:g} s; do slow set-up at its first call"
+                ) from None
+            except ChildEnded:
+                self._children.discard(started)
+                raise BadReward("reward_died", f"{self.place} {started.how_it_ended} while it was loaded") from None
+            except asyncio.CancelledError:
+                await self._end_child(started)
+                raise
+            if "error" in answer:
+                await self._end_child(started)
+                raise ConfigError(answer["error"])
+            self._child = started
+            return started
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         """Call the function. Raises BadReward; after a timeout or a crash the next call uses a new child."""
@@ -394,24 +392,24 @@ class Gathered:
         """Call `client` until nothing waits."""
         try:
             await asyncio.sleep(0)  # what arrives in the same tick goes into one call
-            while questions := self._take_share():
+            while True:
+                # As many of the waiting questions are left for each other client without a call.
+                self._waiting = [question for question in self._waiting if not question.verdict.done()]
+                share = math.ceil(len(self._waiting) / (len(self._clients) - self._num_called))
+                number = min(self._batch, share)
+                questions, self._waiting = self._waiting[:number], self._waiting[number:]
+                if not questions:
+                    break
                 self._num_called += 1
                 try:
-                    await self._answer(client, questions)
+                    await self._answer_questions(client, questions)
                 finally:
                     self._num_called -= 1
         finally:
             self._free.append(client)
             self._calls.discard(asyncio.current_task())
 
-    def _take_share(self) -> Sequence[Question]:
-        """The waiting questions that one client takes; as many are left for each other client without a call."""
-        self._waiting = [question for question in self._waiting if not question.verdict.done()]
-        number = min(self._batch, math.ceil(len(self._waiting) / (len(self._clients) - self._num_called)))
-        questions, self._waiting = self._waiting[:number], self._waiting[number:]
-        return questions
-
-    async def _answer(self, client: RewardClient, questions: Sequence[Question]) -> None:
+    async def _answer_questions(self, client: RewardClient, questions: Sequence[Question]) -> None:
         try:
             verdicts = await client.ask(
                 [question.prompt for question in questions],
@@ -421,7 +419,7 @@ class Gathered:
         except BadReward as bad:
             if len(questions) > 1:
                 for question in questions:
-                    await self._answer(client, [question])
+                    await self._answer_questions(client, [question])
             else:
                 fail_questions(questions, lambda bad=bad: bad)  # type: ignore[misc]
             return

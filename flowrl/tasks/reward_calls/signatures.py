@@ -58,7 +58,11 @@ def convention_of(names: Sequence[str]) -> Convention | None:
 
 def declared_convention(place: str) -> Convention | None:
     """The convention of `file.py:function` or `package.module:function`; None if no file declares it."""
-    return convention_of(declared_parameters(place) or ())
+    where, _, name = place.rpartition(":")
+    if where.endswith(".py"):
+        return convention_of(_follow_name(user_path(where), "", name, MOST_STEPS) or ())
+    file = _file_of(where)
+    return None if file is None else convention_of(_follow_name(file, where, name, MOST_STEPS) or ())
 
 
 def with_function(place: str) -> str:
@@ -104,16 +108,6 @@ class Declarations:
     """Name -> another name in the same file."""
 
 
-def declared_parameters(place: str) -> Parameters | None:
-    """The parameters of the function at `file.py:function` or `package.module:function`; None if no file declares
-    them."""
-    where, _, name = place.rpartition(":")
-    if where.endswith(".py"):
-        return _follow_name(user_path(where), "", name, MOST_STEPS)
-    file = _file_of(where)
-    return None if file is None else _follow_name(file, _package_of(where, file), name, MOST_STEPS)
-
-
 def declared_in(file: Path) -> Declarations:
     """What `file` declares; nothing if it cannot be read or parsed."""
     try:
@@ -122,26 +116,23 @@ def declared_in(file: Path) -> Declarations:
         return Declarations()
 
 
-def _follow_name(file: Path, package: str, name: str, steps: int) -> Parameters | None:
-    """The parameters of `name` in `file`, a module of `package`."""
+def _follow_name(file: Path, module: str, name: str, steps: int) -> Parameters | None:
+    """The parameters of `name` in `file`, which is that of `module`; None if no file declares them."""
     found = declared_in(file)
     if name in found.functions or not steps:
         return found.functions.get(name)
     if name in found.assigned:
-        return _follow_name(file, package, found.assigned[name], steps - 1)
+        return _follow_name(file, module, found.assigned[name], steps - 1)
     if name not in found.imported:
         return None
-    module, original = found.imported[name]
+    imported, original = found.imported[name]
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     try:
-        absolute = importlib.util.resolve_name(module, package or None)
+        absolute = importlib.util.resolve_name(imported, package or None)
     except ImportError:  # a relative import in a file that belongs to no package
         return None
     source = _file_of(absolute)
-    return None if source is None else _follow_name(source, _package_of(absolute, source), original, steps - 1)
-
-
-def _package_of(module: str, file: Path) -> str:
-    return module if file.name == "__init__.py" else module.rpartition(".")[0]
+    return None if source is None else _follow_name(source, absolute, original, steps - 1)
 
 
 def _file_of(module: str) -> Path | None:
@@ -201,18 +192,6 @@ OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environ
 """What TRL passes in addition to columns, and flowrl does not have."""
 
 
-@dataclass(frozen=True)
-class Adapted:
-    """How one function is called: with lists of samples, or with one. `function` returns what one of flowrl's would."""
-
-    function: Callable[..., Any]
-    single: bool
-    wanted: frozenset[str] | None
-    required: frozenset[str]
-    any_of: frozenset[str] = frozenset()
-    """Columns of which a row needs at least one."""
-
-
 STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 GIVEN: Mapping[Convention, frozenset[str]] = {
     "openrlhf": frozenset({"queries", "prompts", "labels"}),
@@ -224,8 +203,9 @@ GIVEN: Mapping[Convention, frozenset[str]] = {
 ForeignCall = Callable[..., Any]
 
 
-def adapt_function(function: ForeignCall, convention: Convention) -> Adapted:
-    """`function`, of a foreign convention, with our signature."""
+def adapt_function(function: ForeignCall, convention: Convention) -> tuple[ForeignCall, frozenset[str], frozenset[str]]:
+    """(`function`, of a foreign convention, with our signature; the columns that it needs; columns of which a row needs
+    at least one). It takes lists of samples, for verl one sample, and returns what one of flowrl's would."""
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
@@ -233,7 +213,14 @@ def adapt_function(function: ForeignCall, convention: Convention) -> Adapted:
         """With lists of samples, or for verl with one sample."""
         given = foreign_arguments(convention, prompts, responses, columns)
         chosen = {name: value for name, value in given.items() if takes_all or name in parameters}
-        return _read_when_done(function(**chosen), lambda answer: foreign_answer(convention, answer, len(prompts)))
+        answer = function(**chosen)
+        if not inspect.isawaitable(answer):
+            return foreign_answer(convention, answer, len(prompts))
+
+        async def wait() -> Any:
+            return foreign_answer(convention, await answer, len(prompts))
+
+        return wait()
 
     needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in STARRED}
     required = frozenset(needed - GIVEN[convention])
@@ -242,7 +229,7 @@ def adapt_function(function: ForeignCall, convention: Convention) -> Adapted:
         truths = frozenset({"reward_model", *TRUTHS})
     if convention == "pairwise":
         required |= {SECOND}
-    return Adapted(_async_like(call, function), convention == "verl", None, required, truths)
+    return _async_like(call, function), required, truths
 
 
 def foreign_arguments(convention: Convention, prompts: Any, responses: Any, columns: dict[str, Any]) -> dict[str, Any]:
@@ -302,17 +289,6 @@ def _async_like(call: ForeignCall, function: ForeignCall) -> ForeignCall:
         return await call(*args, **columns)
 
     return awaited
-
-
-def _read_when_done(answer: Any, read: Callable[[Any], Any]) -> Any:
-    """`read(answer)`, after waiting for it if `answer` is a coroutine."""
-    if not inspect.isawaitable(answer):
-        return read(answer)
-
-    async def wait() -> Any:
-        return read(await answer)
-
-    return wait()
 
 
 # Their arguments

@@ -68,7 +68,7 @@ def serve_calls(connection: socket.socket, place: str, *asks: str) -> None:
         try:
             answer = verdict_data(judge(request["prompts"], request["responses"], request["columns"]))
         except BadReward as bad:
-            answer = problem_data(bad)
+            answer = {"error": str(bad), "reason": bad.reason}
         write_message(outbox, {"call": request["call"], **answer})
 
 
@@ -114,10 +114,10 @@ class AwaitedCalls:
         try:
             answer = verdict_data(await self._judge.ask(request["prompts"], request["responses"], request["columns"]))
         except BadReward as bad:
-            answer = problem_data(bad)
+            answer = {"error": str(bad), "reason": bad.reason}
         except asyncio.CancelledError:
             # A later call may not find the threads and processes of this one, so the caller has to know of them.
-            answer = {"left": bool(self._threads.num_busy or child_pids())}
+            answer = {"left": bool(self._threads.busy or child_pids())}
         del self._tasks[number]
         self._write_message({"call": number, **answer})
 
@@ -138,20 +138,16 @@ class AwaitedCalls:
 
 
 class CountedThreads(ThreadPoolExecutor):
-    """Knows how many of its calls have not ended."""
+    """Knows which of its calls have not ended: `busy`."""
 
     def __init__(self) -> None:
         super().__init__(thread_name_prefix="asyncio")
-        self._busy: set[Future[Any]] = set()
-
-    @property
-    def num_busy(self) -> int:
-        return len(self._busy)
+        self.busy: set[Future[Any]] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         call = super().submit(fn, *args, **kwargs)
-        self._busy.add(call)
-        call.add_done_callback(self._busy.discard)
+        self.busy.add(call)
+        call.add_done_callback(self.busy.discard)
         return call
 
 
@@ -159,11 +155,6 @@ def verdict_data(verdicts: Verdicts) -> dict[str, Any]:
     """The verdicts as plain data."""
     values = {"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": dict(verdicts.logs)}
     return {**values, "heads": dict(verdicts.heads)}
-
-
-def problem_data(bad: BadReward) -> dict[str, Any]:
-    """The failure of a call as plain data."""
-    return {"error": str(bad), "reason": bad.reason}
 
 
 def _user_line(thread: int) -> str:

@@ -117,7 +117,11 @@ def _read_prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...
     for option, column in named.items():
         if column in record:
             told = record[column]
-            return make_conversation(place, told, "prompt") if option == "prompt" else _asked(place, told, column)
+            return (
+                make_conversation(place, told, "prompt")
+                if option == "prompt"
+                else _read_asked_turns(place, told, column)
+            )
     for option, column in named.items():
         raise missing_column(place, record, column, option)
     if keys.prompt_column in record:
@@ -134,14 +138,14 @@ def _read_prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...
         return make_conversation(place, list(told[0][: _num_shared(told)]), f"{columns[0]} without its completion")
     for column in (keys.messages_column, CONVERSATIONS):
         if column in record:
-            return _asked(place, record[column], column)
+            return _read_asked_turns(place, record[column], column)
     raise Malformed(
         f"{place}: no column 'prompt', and {columns[0]!r} is not a conversation that begins with the prompt; "
         "add such a column, or name the prompt's after the task's name: FILE:prompt=COLUMN"
     )
 
 
-def _asked(place: str, told: object, column: str) -> Turns:
+def _read_asked_turns(place: str, told: object, column: str) -> Turns:
     """The messages of a conversation; a last turn of the assistant's is an answer, which the completions replace."""
     turns = make_conversation(place, told, f"column {column!r}", may_end=True)
     return turns if turns[-1]["role"] != "assistant" else require_prompt(place, turns, column)

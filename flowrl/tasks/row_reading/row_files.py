@@ -40,29 +40,24 @@ def files_of(source: Path | HubName, *, config: str, split: str) -> list[Path]:
     if source.is_file() or any((source / name).is_file() for name in SAVED):
         return [source]
     if PATTERN.search(str(source)) and not source.exists():
-        return _files_of_pattern(source)
+        first = next(index for index, part in enumerate(source.parts) if PATTERN.search(part))
+        try:
+            found = sorted(
+                path for path in Path(*source.parts[:first]).glob(str(Path(*source.parts[first:]))) if path.is_file()
+            )
+        except (ValueError, OSError) as problem:
+            raise ConfigError(
+                f"the pattern {source} cannot be searched: {problem}; write ** as a part of its own"
+            ) from None
+        if not found:
+            raise ConfigError(f"no file matches {source}; quote the pattern, and look at its folder")
+        if other := [path for path in found if not format_of(path)]:
+            raise ConfigError(f"{other[0]}, which matches {source}, is no file of rows; they end in {FORMATS}")
+        return found
     return _files_of_directory(source, split)
 
 
 # On this machine
-
-
-def _files_of_pattern(pattern: Path) -> list[Path]:
-    """The files that match a pattern, in the order of their names."""
-    first = next(index for index, part in enumerate(pattern.parts) if PATTERN.search(part))
-    try:
-        found = sorted(
-            path for path in Path(*pattern.parts[:first]).glob(str(Path(*pattern.parts[first:]))) if path.is_file()
-        )
-    except (ValueError, OSError) as problem:
-        raise ConfigError(
-            f"the pattern {pattern} cannot be searched: {problem}; write ** as a part of its own"
-        ) from None
-    if not found:
-        raise ConfigError(f"no file matches {pattern}; quote the pattern, and look at its folder")
-    if other := [path for path in found if not format_of(path)]:
-        raise ConfigError(f"{other[0]}, which matches {pattern}, is no file of rows; they end in {FORMATS}")
-    return found
 
 
 def _files_of_directory(path: Path, split: str) -> list[Path]:

@@ -281,7 +281,8 @@ class IndexedRows(Sequence[Row]):
     def __init__(
         self, stores: Sequence[RowStore], places: Ints, ids: Digests, asked: Digests, occurrences: Ints
     ) -> None:
-        self._stores, self._places, self.ids, self.asked, self._occurrences = stores, places, ids, asked, occurrences
+        self.stores, self.places, self.occurrences = stores, places, occurrences
+        self.ids, self.asked = ids, asked
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -301,10 +302,10 @@ class IndexedRows(Sequence[Row]):
 
     def read_row(self, index: int) -> Row:
         """One row. Raises ConfigError if what it asks has changed; its own id is not compared."""
-        number, *address = map(int, self._places[index])
-        store = self._stores[number]
+        number, *address = map(int, self.places[index])
+        store = self.stores[number]
         row = store.word(store.read_row(*address))
-        if (occurrence := int(self._occurrences[index])) >= 0:
+        if (occurrence := int(self.occurrences[index])) >= 0:
             values = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
             row = Demonstration(**values, occurrence=occurrence)
         self._require_same(index, row.asked_id, self.asked)
@@ -312,30 +313,18 @@ class IndexedRows(Sequence[Row]):
 
     def _require_same(self, index: int, found: str, known: Digests) -> None:
         if int(found, 16) != int(known[index]):
-            store, number = map(int, self._places[index][:2])
-            raise row_changed(self._stores[store].place_of(number))
+            store, number = map(int, self.places[index][:2])
+            raise row_changed(self.stores[store].place_of(number))
 
     def pick_rows(self, indices: Ints) -> IndexedRows:
         """These rows, in this order."""
-        places, ids, asked, occurrences = self._arrays
-        return IndexedRows(self._stores, places[indices], ids[indices], asked[indices], occurrences[indices])
-
-    def join_rows(self, other: IndexedRows) -> IndexedRows:
-        """These rows and then those of `other`, which are of the same stores."""
-        pairs = zip(self._arrays, other._arrays, strict=True)
-        return IndexedRows(self._stores, *(np.concatenate(pair) for pair in pairs))
-
-    @property
-    def _arrays(self) -> tuple[Ints, Digests, Digests, Ints]:
-        return self._places, self.ids, self.asked, self._occurrences
+        return IndexedRows(
+            self.stores, self.places[indices], self.ids[indices], self.asked[indices], self.occurrences[indices]
+        )
 
     def prompt_ids(self) -> Iterator[str]:
         """The `prompt_id` of each row, without reading the row."""
         return hex_digests(self.ids)
-
-    def row_sources(self) -> Iterator[str]:
-        """The source of each row of a mixture."""
-        return (self._stores[store].source for store in self._places[:, 0])
 
     @functools.cached_property
     def by_id(self) -> Mapping[str, Row]:
@@ -368,7 +357,14 @@ class _ById(Mapping[str, Row]):
 def join_rows(rows: Sequence[R], others: Sequence[R]) -> Sequence[R]:
     """`rows` and then `others`, which are parts of the same rows."""
     if isinstance(rows, IndexedRows) and isinstance(others, IndexedRows):
-        return cast("Sequence[R]", rows.join_rows(others))
+        of_both = IndexedRows(
+            rows.stores,
+            np.concatenate((rows.places, others.places)),
+            np.concatenate((rows.ids, others.ids)),
+            np.concatenate((rows.asked, others.asked)),
+            np.concatenate((rows.occurrences, others.occurrences)),
+        )
+        return cast("Sequence[R]", of_both)
     return (*rows, *others)
 
 
@@ -417,7 +413,9 @@ def asked_ids(rows: Iterable[Row]) -> Iterator[str]:
 
 def row_sources(rows: Iterable[Row]) -> Iterator[str]:
     """The source of each row of a mixture."""
-    return rows.row_sources() if isinstance(rows, IndexedRows) else (row.columns[OF_TASK] for row in rows)
+    if isinstance(rows, IndexedRows):
+        return (rows.stores[store].source for store in rows.places[:, 0])
+    return (row.columns[OF_TASK] for row in rows)
 
 
 def hex_digests(digests: Digests) -> Iterator[str]:
