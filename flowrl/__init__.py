@@ -11,6 +11,7 @@ from flowrl.graph.machine import Cluster, Machine
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Ask, Call, In, Join, Members, Out, Serve, join
 from flowrl.messages import Batch, Column, Group, Message, Prompt, Sample, Scored, Tombstone, Trainable, Weights
+from flowrl.messages.episode import Episode
 
 __all__ = [
     "Ask",
@@ -19,6 +20,7 @@ __all__ = [
     "Cluster",
     "Column",
     "ConfigError",
+    "Episode",
     "Facts",
     "FlowrlError",
     "Graph",

@@ -30,10 +30,12 @@ from flowrl.options import (
 )
 from flowrl.tasks import Task
 from flowrl.tasks.task_syntax import write_option
+from flowrl.training.advantages import Estimate
 
 
-def episode_graph(name: str, cfg: EpisodeConfig, environment_name: str) -> Graph:
-    """The graph that trains the policy on episodes of the environment of that name."""
+def episode_graph(name: str, cfg: EpisodeConfig, environment_name: str, estimate: Estimate | None = None) -> Graph:
+    """The graph that trains the policy on episodes of the environment of that name; `estimate` replaces cfg's own."""
+    estimate = estimate or cfg.estimate
     objective = cfg.loss.build(cfg.episodes.limits.tokens)
     asked = cfg.evaluation.evaluate_task
     evaluated = with_sets(environment_name, asked) if asked else environment_name
@@ -46,8 +48,8 @@ def episode_graph(name: str, cfg: EpisodeConfig, environment_name: str) -> Graph
     environment = g.add("environment", cfg.get_part(EnvironmentOptions).build(cfg, evaluated))
     generator = g.add("generator", make_generator(cfg, **cfg.episodes.parsers), **cfg.place_generator())
     filtering = cfg.groups.build(cfg.steps.groups_per_step)
-    advantage = g.add("advantage", GroupAdvantage(cfg.estimate, size=size, dynamic=filtering))
-    batcher = g.add("batcher", make_batcher(cfg, cfg.estimate))
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=size, dynamic=filtering))
+    batcher = g.add("batcher", make_batcher(cfg, estimate))
     trainer = g.add("trainer", make_trainer(cfg, objective), **cfg.place(cfg.trainer.size))
     return train_on_episodes(g, cfg, prompts, environment, generator, advantage, batcher, trainer)
 

@@ -46,6 +46,7 @@ JOBS: dict[str, tuple[int, str]] = {
     ),
     "self_play": (3, "self_play --steps 40"),
     "agent_game": (3, "agent_game --steps 100 --evaluate 512"),
+    "step_groups": (3, "step_groups --steps 100 --evaluate 512"),
 }
 """Job -> number of its seeds, `flowrl run` arguments."""
 

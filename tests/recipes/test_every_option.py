@@ -19,7 +19,7 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import LoRA, Schedule, ZeroSettings
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "graphs").glob("*.py"))
-AGENTS = {"agent_tools", "agent_game", "agent_openai", "self_play"}
+AGENTS = {"agent_tools", "agent_game", "step_groups", "agent_openai", "self_play"}
 Values = Mapping[str, Any]
 
 MODEL = {"reward_model.model": "a/reward/model"}
@@ -33,6 +33,7 @@ WAYS: dict[str, tuple[Values, ...]] = {
     "agent_tools": (*ONLINE, {"evaluate_task": ("set=arithmetic",)}),
     "self_play": (*ONLINE, {"opponent_every": 0}, {"opponent_every": 1}),
     "agent_game": ONLINE,
+    "step_groups": ONLINE,
     "distill": (
         *ONLINE,
         {"beta": 0.5, "lmbda": 0.5},
@@ -190,7 +191,8 @@ REFUSED: Mapping[str, set[str]] = {
     "evaluate_also": AGENTS - {"agent_openai"},  # an environment has its own questions
     "task.template": AGENTS - {"agent_openai"},
     "task.reasoning": AGENTS - {"agent_openai"},
-    "evaluate_task": {"agent_game", "self_play"},  # games have no questions; other environments of agent_game do
+    "evaluate_task": {"agent_game", "step_groups", "self_play"},  # games have no questions; other environments do
+    "credit": {"step_groups"},  # it compares replies in its own way
     "time_share": {"score", "process_reward_model", "reward_model"},  # one node has devices
     "reference.replicas": {"dpo", "kto"},  # one process computes its logprobs once
     "on_limit": {"iterative_dpo"},  # one answer of a pair would be masked

@@ -213,7 +213,7 @@ def test_advantages_that_cannot_be_are_problems_of_the_check(options: str, says:
     assert any(says in problem for problem in problems)
 
 
-@pytest.mark.parametrize("name", ["grpo", "agent_tools", "agent_game", "agent_openai", "self_play"])
+@pytest.mark.parametrize("name", ["grpo", "agent_tools", "agent_game", "step_groups", "agent_openai", "self_play"])
 @pytest.mark.parametrize("advantage", ["max_rl", "pass_at_k"])
 def test_graphs_that_choose_their_advantage_take_those_of_the_scale(name: str, advantage: str) -> None:
     more = ("--pass-k", "2") if advantage == "pass_at_k" else ()

@@ -32,7 +32,7 @@ from flowrl.nodes.scoring.reference import EpisodeReference
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "graphs").glob("*.py"))
-AGENTS = ("agent_tools", "agent_game", "agent_openai", "self_play")
+AGENTS = ("agent_tools", "agent_game", "step_groups", "agent_openai", "self_play")
 ONLINE = (
     "grpo",
     "reinforce_pp",
