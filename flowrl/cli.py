@@ -17,8 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from flowrl.commands.copy_graph import parse_new
-from flowrl.commands.origins import print_origins
-from flowrl.commands.prepare import prepare_graph
+from flowrl.commands.prepare import prepare_graph, print_origins
 from flowrl.commands.run_graph import print_preflight, print_report, print_trial, propose_options, report_of, run_graph
 from flowrl.commands.usage import HELP, OWN_HELP, USAGE, WITHOUT_OPTIONS
 from flowrl.errors import ConfigError, FlowrlError, GraphError
@@ -212,14 +211,14 @@ def samples(args: Sequence[str]) -> int:
 
 def show(args: Sequence[str]) -> int:
     """`flowrl show RUN_DIR [SAMPLE]`"""
-    from flowrl.commands.show_sample import show_sample
+    from flowrl.commands.samples import show_sample
 
     return show_sample(args)
 
 
 def _around(command: str, args: Sequence[str]) -> int:
     """`flowrl generate MODEL`, `score FILE`, `evaluate MODEL`: the graph of that name, and its figures."""
-    from flowrl.commands.around import run_graph_of
+    from flowrl.commands.run_graph import run_graph_of
 
     return run_graph_of(command, args)
 

@@ -42,15 +42,13 @@ class GraphCopy:
         for path in (self.target, *beside.values()):
             if path.exists():
                 raise ConfigError(f"{path} is there already and is not replaced; choose another name or remove it")
-        self.target.write_text(self._text(), encoding="utf-8")
+        # The commands in the graph's docstring are changed to name the copy.
+        text = graph_source(self.name).replace(f"flowrl run {self.name} ", f"flowrl run {self.target} ")
+        self.target.write_text(text, encoding="utf-8")
         for origin, copy in beside.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin, copy)
         return [self.target, *beside.values()]
-
-    def _text(self) -> str:
-        """The graph's text; the commands in its docstring are changed to name the copy."""
-        return graph_source(self.name).replace(f"flowrl run {self.name} ", f"flowrl run {self.target} ")
 
 
 def parse_new(args: list[str]) -> GraphCopy:

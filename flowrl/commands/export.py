@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flowrl.commands.checkpoint_of import model_dir
-from flowrl.commands.whole_directory import whole_directory
+from flowrl.commands.model_directories import model_dir, whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 from flowrl.hub import gb_text

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
+from typing import Literal
 
-from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError
 from flowrl.graph.machine import ENOUGH, GB, Cluster, GpuLinks, gpu_names, most_files
 from flowrl.machine.cpu import describe_cpu, is_slow_in_bfloat16
@@ -19,6 +20,35 @@ from flowrl.machine.orphans import run_program
 from flowrl.nodes.generation.vllm_processes import check_vllm_version
 from flowrl.training.engine.requirements import check_nvcc, check_python_headers
 from flowrl.wire.connection import CurveKeys, local_ip
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found; `remedy` says how to correct a problem."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Measured values, by name."""
+
+    def __post_init__(self) -> None:
+        assert bool(self.remedy) == (self.status in ("warning", "failed")), (self.name, self.status, self.remedy)
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """A line for each finding, with its remedy below."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:<8} {finding.name:<{width}}  {finding.found}")
+        if finding.remedy:
+            lines.append(f"{'':<8} {'':<{width}}  -> {finding.remedy}")
+    return "\n".join(lines)
+
 
 LEAST_DRIVER = 580
 """The packages are built for CUDA 13."""

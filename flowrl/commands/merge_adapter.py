@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.commands.whole_directory import require_free, whole_directory
+from flowrl.commands.model_directories import require_free, whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 from flowrl.hub import HubName, fetch_snapshot, gb_text
@@ -45,7 +45,7 @@ def merge_adapter(args: Sequence[str]) -> int:
             parse_options(MergeOptions, ["--help"], prog="flowrl merge ADAPTER")
         raise ConfigError("flowrl merge needs an adapter's directory first: flowrl merge ADAPTER --out DIR")
     options = parse_options(MergeOptions, args[1:], prog="flowrl merge ADAPTER")
-    adapter, out = adapter_dir(_here(args[0])), user_path(str(options.out))
+    adapter, out = adapter_dir(_fetch_adapter(args[0])), user_path(str(options.out))
     require_free(out)
     base = base_of(adapter, options.base, trust_remote_code=options.trust_remote_code)
     write_merged(adapter, base, out, options.dtype, trust_remote_code=options.trust_remote_code)
@@ -53,22 +53,19 @@ def merge_adapter(args: Sequence[str]) -> int:
     return 0
 
 
-def _here(named: str) -> Path:
-    """The adapter's directory; an adapter on the Hub is downloaded."""
+def _fetch_adapter(named: str) -> Path:
+    """The adapter's directory; an adapter on the Hub, with its tokenizer, is downloaded."""
+
+    def choose_files(names: Iterable[str]) -> list[str]:
+        top = [name for name in names if "/" not in name]
+        return sorted(name for name in top if name.startswith("adapter_") or TOKENIZER_FILE.fullmatch(name))
+
+    def is_complete(directory: Path) -> bool:
+        return (directory / "adapter_config.json").is_file() and any(directory.glob("adapter_model*"))
+
     path = user_path(named)
     on_hub = None if path.exists() else HubName.parse(named)
-    return path if on_hub is None else fetch_snapshot(on_hub, _adapter_files, _has_adapter, to_stderr)
-
-
-def _adapter_files(names: Iterable[str]) -> list[str]:
-    """Those files of a repository that are the adapter and its tokenizer."""
-    return sorted(
-        name for name in names if "/" not in name and (name.startswith("adapter_") or TOKENIZER_FILE.fullmatch(name))
-    )
-
-
-def _has_adapter(directory: Path) -> bool:
-    return (directory / "adapter_config.json").is_file() and any(directory.glob("adapter_model*"))
+    return path if on_hub is None else fetch_snapshot(on_hub, choose_files, is_complete, to_stderr)
 
 
 def adapter_dir(path: Path) -> Path:
@@ -95,18 +92,15 @@ def base_of(adapter: Path, named: str, *, trust_remote_code: bool = False) -> Pa
             f"{adapter}/adapter_config.json holds {type(config).__name__} and no mapping; save the adapter again"
         )
     base = named or config.get("base_model_name_or_path")
-    found = _with_commit(base, None if named else config.get("revision")) if base and isinstance(base, str) else ""
+    found = base if isinstance(base, str) else ""
+    revision = None if named else config.get("revision")
+    if found and revision and not user_path(found).is_dir():
+        found = f"{found}@{revision}"  # on the Hub, the commit that the adapter was trained on
     if not found or (Policy(found).hub_name is None and not (user_path(found) / "config.json").is_file()):
         raise ConfigError(f"the adapter's base model {base!r} is no model directory here; name it with --base")
     policy = Policy(found, trust_remote_code=trust_remote_code)
     check_model(policy)
     return Path(resolve(policy, progress=to_stderr))
-
-
-def _with_commit(base: str, revision: str | None) -> str:
-    """The name of a base on the Hub with the commit that the adapter was trained on; the name of a directory is not
-    changed."""
-    return f"{base}@{revision}" if revision and not user_path(base).is_dir() else base
 
 
 def write_merged(adapter: Path, base: Path, out: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
@@ -126,8 +120,12 @@ def write_merged(adapter: Path, base: Path, out: Path, dtype: str, *, trust_remo
         for name, content in read_companions(base).items():
             if not (temporary / name).exists():
                 (temporary / name).write_bytes(content)
-        for path in _tokenizer_files(adapter):
-            (temporary / path.name).write_bytes(path.read_bytes())
+        # The tokenizer and its end tokens are next to the adapter, or in the checkpoint that contains the adapter.
+        places = [adapter, adapter.parent] if adapter.name == ADAPTER else [adapter]
+        place = next((place for place in places if has_tokenizer(place)), None)
+        for path in (path for path in place.iterdir() if path.is_file()) if place is not None else ():
+            if TOKENIZER_FILE.fullmatch(path.name) or path.name == "generation_config.json":
+                (temporary / path.name).write_bytes(path.read_bytes())
 
 
 def _merge_weights(adapter: Path, base: Path, dtype: str, *, trust_remote_code: bool) -> Any:
@@ -157,12 +155,3 @@ def _merge_weights(adapter: Path, base: Path, dtype: str, *, trust_remote_code: 
 
 def _first_line(problem: Exception) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-
-
-def _tokenizer_files(adapter: Path) -> list[Path]:
-    """The files of the tokenizer, and of its end tokens, next to the adapter or in the checkpoint that contains the
-    adapter."""
-    places = [adapter, adapter.parent] if adapter.name == ADAPTER else [adapter]
-    place = next((place for place in places if has_tokenizer(place)), None)
-    files = [path for path in place.iterdir() if path.is_file()] if place is not None else []
-    return [path for path in files if TOKENIZER_FILE.fullmatch(path.name) or path.name == "generation_config.json"]

@@ -1,5 +1,8 @@
 """The first part of `flowrl check` and `flowrl run`: the graph, and its options from a run file and the command
-line."""
+line.
+
+Options that depend on the model or the machine come from somewhere: given, derived, or `tiny`'s own (`find_origins`).
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.commands.origins import find_origins, values_given
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile, dump_options, load_file, shipped_names
 from flowrl.graph.machine import gpu_names
 from flowrl.graph.option_help import GRAPH, asked_for_help, help_text, merge_groups, option_groups
-from flowrl.graph.option_types import fill_config, leaves_of, options_of
+from flowrl.graph.option_types import fill_config, has_option, leaves_of, options_of, value_of
 from flowrl.graph.run_file import RunFile
 from flowrl.machine.cpu import is_slow_in_bfloat16
-from flowrl.options.size_defaults import size_defaults
+from flowrl.models.policy import CHARACTER_MODELS
+from flowrl.options.size_defaults import BY_SIZE, ENGINE_DTYPE, SizeDefaults, size_defaults
 from flowrl.runtime.telemetry.standard_streams import print_text
+
+Origins = Mapping[str, tuple[Any, str]]
+GIVEN = "given"
+"""Of the origin of a value: a user has given the option."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,14 @@ def prepare_graph(command: str, own_types: tuple[type[Any], ...], args: Sequence
     """Load the graph file, split the options into flowrl's and the graph's own, build the graph."""
     run_file = _run_file(args)
     named = bool(args) and not args[0].startswith("-")
-    file = _load(command, args[0] if named else run_file.graph if run_file is not None else "", run_file)
+    file = _load_graph(command, args[0] if named else run_file.graph if run_file is not None else "", run_file)
     _refuse_shadowing(file, own_types)
     parts = _split_options(args[1:] if named else args, own_types)
     _refuse_those_of_run(command, parts[-1], {*option_names(file.config_type)}, own_types)
     given = run_file.values(file.config_type, *_in_run_files()) if run_file is not None else {}
     asked = {**given, **values_given(parts[-1], file.config_type)}
-    of_run = {name: value for name, value in given.items() if _is_of(name, *_in_run_files())}
+    names_of_run = {name for kind in _in_run_files() for name in leaves_of(kind)}
+    of_run = {name: value for name, value in given.items() if name in names_of_run}
     fitting = size_defaults(
         file.config_type,
         asked,
@@ -133,19 +141,15 @@ def _refuse_those_of_run(command: str, args: Sequence[str], known: set[str], own
             )
 
 
-def _load(command: str, graph: str, run_file: RunFile | None) -> GraphFile:
-    if graph:
-        return _load_graph(graph)
-    if run_file is not None:
-        raise ConfigError(f"{run_file.path} names no graph; add `graph: grpo` to it, or write the graph first")
-    raise ConfigError(
-        f"flowrl {command} needs a graph first, a name or a file: flowrl {command} grpo --field value; "
-        "flowrl graphs lists the names"
-    )
-
-
-def _load_graph(graph: str) -> GraphFile:
+def _load_graph(command: str, graph: str, run_file: RunFile | None) -> GraphFile:
     """The graph. If a file of that name also exists here, a line says which of the two is meant."""
+    if not graph and run_file is not None:
+        raise ConfigError(f"{run_file.path} names no graph; add `graph: grpo` to it, or write the graph first")
+    if not graph:
+        raise ConfigError(
+            f"flowrl {command} needs a graph first, a name or a file: flowrl {command} grpo --field value; "
+            "flowrl graphs lists the names"
+        )
     if graph in shipped_names() and Path(f"{graph}.py").is_file():
         print_text(f"flowrl: {graph} is the graph of flowrl; the file here is {graph}.py", stream=sys.stderr)
     return load_file(graph)
@@ -153,14 +157,14 @@ def _load_graph(graph: str) -> GraphFile:
 
 def _run_file(args: Sequence[str]) -> RunFile | None:
     """The run file that --config names."""
-    paths = [args[i + 1 : i + 2] if arg == "--config" else [arg[9:]] for i, arg in enumerate(args) if _is_config(arg)]
+    paths = []
+    for arg, following in itertools.pairwise([*args, ""]):
+        name, equals, value = arg.partition("=")
+        if name == "--config":
+            paths.append(value if equals else following)
     if len(paths) > 1:
         raise ConfigError("--config is given twice; a run has one run file, and options given beside it win")
-    return RunFile.read(Path(paths[0][0])) if paths and paths[0] else None
-
-
-def _is_config(arg: str) -> bool:
-    return arg == "--config" or arg.startswith("--config=")
+    return RunFile.read(Path(paths[0])) if paths and paths[0] else None
 
 
 def _in_run_files() -> tuple[type[Any], ...]:
@@ -168,10 +172,6 @@ def _in_run_files() -> tuple[type[Any], ...]:
     from flowrl.runtime.driver.job import RunOptions
 
     return (RunOptions,)
-
-
-def _is_of(name: str, *kinds: type[Any]) -> bool:
-    return any(name in leaves_of(kind) for kind in kinds)
 
 
 def _split_options(args: Sequence[str], own_types: Sequence[type[Any]]) -> list[list[str]]:
@@ -207,3 +207,65 @@ def _print_help(command: str, file: GraphFile, asked: str, kinds: Sequence[tuple
     print_text(help_text(f"flowrl {command} {file.shown}", asked, merge_groups(groups), about=about, own=filling))
     sys.stdout.flush()  # a closed pipe is noticed here
     raise SystemExit(0)
+
+
+def values_given(args: Sequence[str], config_type: type[Any]) -> dict[str, Any]:
+    """Option -> the text after it, for the options on the command line: "lora.rank" -> "8". Nothing is checked here."""
+    leaves, found, name = option_names(config_type), dict[str, Any](), ""
+    for arg in args:
+        if arg.startswith("--"):
+            spelled, equals, value = arg[2:].partition("=")
+            name = leaves.get(spelled.replace("_", "-"), "").replace("-", "_")
+            found |= {name: value if equals else None} if name else {}
+        elif name and found[name] is None:
+            found[name] = arg
+    return found
+
+
+def find_origins(file: GraphFile, cfg: Any, fitting: SizeDefaults, given: Mapping[str, Any]) -> Origins:
+    """Every option of the graph that depends on model or machine -> (its value, where the value comes from)."""
+    model = _leaf_value(cfg, "policy")
+    if not isinstance(model, str) or getattr(cfg, "learning", None) is None:
+        return {}
+    own = f"{model}'s own" if model in CHARACTER_MODELS else f"of {file.shown}"
+    found = {}
+    for name in BY_SIZE:
+        value = _leaf_value(cfg, name)
+        if value is not None:
+            found[name] = (
+                value,
+                GIVEN if name in given else fitting.origin_of(name) if name in fitting.values else own,
+            )
+        if name == "dtype" and (sampled := _leaf_value(cfg, ENGINE_DTYPE)) is not None:
+            left = "what the model is stored in" if sampled == "auto" else f"of {file.shown}"
+            told = fitting.origin_of(ENGINE_DTYPE) if ENGINE_DTYPE in fitting.values else left
+            found[ENGINE_DTYPE] = (sampled, GIVEN if ENGINE_DTYPE in given else told)
+    return found
+
+
+def print_origins(found: Origins) -> None:
+    """A line for each option: name, value, where it comes from."""
+    if not found:
+        return
+    width = max(map(len, found), default=0)
+    shown = {name: _value_text(value) for name, (value, _) in found.items()}
+    column = max(map(len, shown.values()), default=0)
+    print_text("\noptions that depend on the model and the machine:")
+    print_text(*(f"  {name:<{width}}  {shown[name]:<{column}}  {why}" for name, (_, why) in found.items()), sep="\n")
+
+
+def derived_text(found: Origins) -> str:
+    """What was derived from the model's size, in one line; empty if nothing was."""
+    derived = {name: (value, why) for name, (value, why) in found.items() if why.startswith("default for")}
+    if not derived:
+        return ""
+    why = next(why for _, why in derived.values()).replace("default", "defaults", 1)
+    return f"{why}: {', '.join(f'{name} {_value_text(value)}' for name, (value, _) in derived.items())}"
+
+
+def _value_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _leaf_value(cfg: Any, name: str) -> Any:
+    return value_of(cfg, name) if has_option(cfg, name) else None

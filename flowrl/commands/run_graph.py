@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.commands.origins import derived_text, print_origins
-from flowrl.commands.prepare import Prepared, prepare_graph
+from flowrl.commands.prepare import Prepared, derived_text, prepare_graph, print_origins
 from flowrl.errors import ConfigError, GraphError
 from flowrl.graph.load import dump_options, is_shipped, user_code
 from flowrl.graph.machine import Cluster
+from flowrl.graph.option_help import asked_for_help
 from flowrl.graph.run_file import run_file_text, write_run_file
 from flowrl.runtime.telemetry.standard_streams import print_line, print_text
 
@@ -179,3 +179,23 @@ def print_preflight(prepared: Prepared) -> None:
     print_text("\npreflight: ok")
     for name, text in findings.items():
         print_text(f"  {name}: {text}")
+
+
+FIRST: Mapping[str, tuple[str, str]] = {
+    "generate": ("--policy", "a model: flowrl generate MODEL --task TASK --out FILE.jsonl"),
+    "score": ("--task", "a file of responses: flowrl score FILE.jsonl --task.reward REWARD --out SCORED.jsonl"),
+    "evaluate": ("--policy", "a model: flowrl evaluate MODEL --task TASK"),
+}
+"""Command -> (the option whose value its first argument is, what that argument has to be)."""
+
+
+def run_graph_of(command: str, args: Sequence[str]) -> int:
+    """Run the graph of that name; returns the exit status."""
+    option, needed = FIRST[command]
+    if args and args[0].startswith("-") and asked_for_help(args) is not None:
+        return run_graph([command, *args])
+    if args and not args[0].startswith("-"):
+        return run_graph([command, option, *args])
+    if not any(arg.partition("=")[0] == "--config" for arg in args):
+        raise ConfigError(f"flowrl {command} needs {needed}")
+    return run_graph([command, *args])

@@ -1,9 +1,12 @@
-"""`flowrl samples RUN_DIR`: what the model said, from the samples that the run keeps."""
+"""`flowrl samples RUN_DIR`: what the model said, from the samples that the run keeps; `flowrl show RUN_DIR [SAMPLE]`: a
+sample token by token, or the list of the episodes kept."""
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 from flowrl.runtime.telemetry.standard_streams import print_text
+from flowrl.runtime.telemetry.view import SafeConsole
 
 USAGE = (
     "flowrl samples needs one run directory first: flowrl samples runs/NAME [--step N] [--best | --worst | --failed] "
@@ -65,36 +69,21 @@ def print_samples(args: Sequence[str]) -> int:
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}; name the one given to flowrl run --run-dir")
     options = parse_options(SamplesOptions, args[1:], prog="flowrl samples RUN_DIR")
+    pairs = None if options.diff is None else _find_pairs(run_dir, options)
+    found = _find_samples(run_dir, options) if pairs is None else []
     if options.json:
-        for row in _rows(run_dir, options):
+        for row in found if pairs is None else ({"before": before, "after": after} for before, after in pairs):
             print_text(json.dumps(row))
         return 0
-    from flowrl.commands.reader import readers_console
-
-    console = readers_console(plain=options.plain)
-    for line in _lines(run_dir, options):
-        console.print(line, soft_wrap=True, highlight=False)
-    return 0
-
-
-def _rows(run_dir: Path, options: SamplesOptions) -> Iterator[Any]:
-    if options.diff is None:
-        yield from _find_samples(run_dir, options)
-        return
-    yield from ({"before": before, "after": after} for before, after in _find_pairs(run_dir, options))
-
-
-def _lines(run_dir: Path, options: SamplesOptions) -> Iterator[Any]:
     from flowrl.runtime.show import pair_text, rows_text
 
-    if options.diff is not None:
-        for pair in _find_pairs(run_dir, options):
-            yield from pair_text(*pair)
-        return
-    found = _find_samples(run_dir, options)
-    if not found:
-        yield "no sample of this kind is kept"
-    yield from rows_text(found)
+    console = readers_console(plain=options.plain)
+    if pairs is None and not found:
+        console.print("no sample of this kind is kept", soft_wrap=True, highlight=False)
+    lines = rows_text(found) if pairs is None else (line for pair in pairs for line in pair_text(*pair))
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+    return 0
 
 
 def _find_samples(run_dir: Path, options: SamplesOptions) -> Any:
@@ -109,3 +98,29 @@ def _find_pairs(run_dir: Path, options: SamplesOptions) -> Any:
     files = rollout_files(run_dir)
     newest = max((file.last for file in files if file.held_out), default=max((f.last for f in files), default=0))
     return find_pairs(run_dir, newest if options.step is None else options.step, options.diff or 0, limit=options.limit)
+
+
+def show_sample(args: Sequence[str]) -> int:
+    """The command; returns its exit status."""
+    plain = "--plain" in args
+    names = [arg for arg in args if arg != "--plain"]
+    if not 1 <= len(names) <= 2 or any(name.startswith("-") for name in names):
+        raise ConfigError("flowrl show needs a run directory, and maybe a sample: flowrl show runs/NAME prompts:0:1")
+    if not Path(names[0]).is_dir():
+        raise ConfigError(f"there is no run directory {names[0]}; name the one given to flowrl run --run-dir")
+    from flowrl.runtime.show import show_sample_or_list as print_sample
+
+    print_sample(Path(names[0]), names[1] if len(names) == 2 else None, readers_console(plain=plain))
+    return 0
+
+
+class ReadersConsole(SafeConsole):
+    """A console on which a closed pipe ends the command as it does elsewhere (see `flowrl.cli`)."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def readers_console(*, plain: bool) -> ReadersConsole:
+    """The console on standard output; `plain`: without colours."""
+    return ReadersConsole(force_terminal=False if plain else None, color_system=None if plain else "auto")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.commands.checkpoint_of import model_dir
+from flowrl.commands.model_directories import model_dir
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.command_line import parse_options
 from flowrl.models import Chat, Policy, TokenizerOptions, check_model, resolve, to_stderr, tokenizer_of
@@ -100,27 +100,21 @@ def _found(named: str, options: ChatOptions) -> Policy:
 
 
 def _read_lines() -> Iterator[str]:
-    """The lines that a user writes, without empty ones."""
+    """The lines that a user writes, without empty ones. Raises ConfigError if they are not in the input's encoding."""
     while True:
         if sys.stdin.isatty():
             print_text("> ", end="", flush=True)
-        line = _read()
+        try:
+            line = sys.stdin.readline()
+            line.encode()  # in some locales, other bytes are read as halves of characters
+        except UnicodeError:
+            raise ConfigError(
+                f"the input is not {sys.stdin.encoding.upper()}; convert it first, as with iconv -f LATIN1 -t UTF-8"
+            ) from None
         if not line:
             return
         if line.strip():
             yield line.strip()
-
-
-def _read() -> str:
-    """The next line of the standard input, "" at its end. Raises ConfigError if it is not in the input's encoding."""
-    try:
-        line = sys.stdin.readline()
-        line.encode()  # in some locales, other bytes are read as halves of characters
-    except UnicodeError:
-        raise ConfigError(
-            f"the input is not {sys.stdin.encoding.upper()}; convert it first, as with iconv -f LATIN1 -t UTF-8"
-        ) from None
-    return line
 
 
 class Talk:
@@ -140,9 +134,9 @@ class Talk:
         self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trusted).to(
             device
         )
-        self._ends = sorted(
-            {*_as_ids(self._model.generation_config.eos_token_id), self._tokenizer.eos_token_id} - {None}
-        )
+        named: int | list[int] | None = self._model.generation_config.eos_token_id
+        ends = named if isinstance(named, list) else [named]
+        self._ends = sorted({*ends, self._tokenizer.eos_token_id} - {None})
         """Ids that end a reply. If a model family's turns do not end with the tokenizer's own end token, its
         generation_config names the ids."""
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
@@ -194,7 +188,3 @@ class Talk:
         if failures:
             raise FlowrlError(f"the model could not answer: {failures[0]}") from failures[0]
         self._messages = [*messages, {"role": "assistant", "content": said}]
-
-
-def _as_ids(value: int | list[int] | None) -> list[int]:
-    return value if isinstance(value, list) else [] if value is None else [value]

@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -201,6 +201,16 @@ def _run_module(module: str, args: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit, so that the processes that the command has started are ended as well."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

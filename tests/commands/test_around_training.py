@@ -15,7 +15,7 @@ from flowrl import Cluster, Machine, check
 from flowrl.cli import main
 from flowrl.commands import export as export_module
 from flowrl.commands import merge_adapter as merge_module
-from flowrl.commands.checkpoint_of import model_dir
+from flowrl.commands.model_directories import model_dir
 from flowrl.commands.talk import ChatOptions, Talk
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file

@@ -17,8 +17,7 @@ import pytest
 from flowrl import Cluster, Machine
 from flowrl.cli import main
 from flowrl.commands import machine_findings
-from flowrl.commands.finding import Finding, as_text
-from flowrl.commands.machine_findings import Echo, measure_link
+from flowrl.commands.machine_findings import Echo, Finding, as_text, measure_link
 from flowrl.errors import ConfigError
 from flowrl.runtime.driver.ray_cluster import compare_versions, probe
 from flowrl.wire.connection import CurveKeys

@@ -12,8 +12,7 @@ import pytest
 import flowrl_setup
 from flowrl.cli import main
 from flowrl.commands import talk
-from flowrl.commands.checkpoint_of import model_dir
-from flowrl.commands.whole_directory import whole_directory
+from flowrl.commands.model_directories import model_dir, whole_directory
 from flowrl.errors import ConfigError
 
 

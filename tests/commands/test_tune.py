@@ -22,7 +22,6 @@ import pytest
 from flowrl.cli import main
 from flowrl.commands.prepare import prepare_graph
 from flowrl.commands.run_graph import RunFileOptions
-from flowrl.commands.sigterm import ending_in_order
 from flowrl.commands.tune import measuring_run, tune
 from flowrl.commands.tune.calibration import Calibration
 from flowrl.commands.tune.cost_model import StageWork, StepRest, predict_step
@@ -44,6 +43,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import RunFile
+from flowrl.machine.orphans import ending_in_order
 from flowrl.runtime.checkpoints.rundir import lock_directory
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.process import context

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from flowrl.cli import COMMANDS, CheckOptions, main
-from flowrl.commands.around import FIRST
 from flowrl.commands.copy_graph import GraphCopy, parse_new
 from flowrl.commands.doctor import DoctorOptions
 from flowrl.commands.export import ExportOptions
@@ -20,7 +19,7 @@ from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions
 from flowrl.commands.merge_adapter import MergeOptions
 from flowrl.commands.prepare import prepare_graph
 from flowrl.commands.quickstart import QuickstartOptions
-from flowrl.commands.run_graph import RunFileOptions
+from flowrl.commands.run_graph import FIRST, RunFileOptions
 from flowrl.commands.samples import SamplesOptions
 from flowrl.commands.talk import ChatOptions
 from flowrl.commands.tune.tune import TuneOptions

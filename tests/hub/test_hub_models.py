@@ -102,7 +102,7 @@ def test_an_adapter_of_the_hub_is_no_model_and_is_merged(hub: Hub, monkeypatch: 
     hub.repos["acme/lora"] = Repo(given)
     said = refusal("acme/lora")
     assert "is a PEFT adapter without its base model" in said and "`flowrl merge acme/lora@" in said
-    found = merge_adapter._here(said.split("`flowrl merge ")[1].split()[0])
+    found = merge_adapter._fetch_adapter(said.split("`flowrl merge ")[1].split()[0])
     assert {path.name for path in found.iterdir()} == given.keys() - {"big.bin"}
     assert merge_adapter.adapter_dir(found) == found
 

@@ -22,9 +22,8 @@ from typing import Literal
 
 from flowrl.commands.gpu_check.bench import DeviceKind, last_lines
 from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
-from flowrl.commands.sigterm import ending_in_order
 from flowrl.errors import ConfigError
-from flowrl.machine.orphans import run_program
+from flowrl.machine.orphans import ending_in_order, run_program
 from flowrl.runtime.checkpoints.rundir import lock_directory
 from flowrl.runtime.telemetry.standard_streams import print_text
 

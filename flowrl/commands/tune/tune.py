@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.commands.prepare import Prepared, prepare_graph
-from flowrl.commands.sigterm import ending_in_order
 from flowrl.commands.tune.calibration import Calibration, calibration_runs
 from flowrl.commands.tune.measured_step import FEWEST, SKIPPED, MeasuredStep, measured_step
 from flowrl.commands.tune.measurements import Measurements, measurement_key
@@ -34,6 +33,7 @@ from flowrl.graph.load import dump_options, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.option_types import changed_config
 from flowrl.graph.run_file import run_file_text
+from flowrl.machine.orphans import ending_in_order
 from flowrl.runtime.checkpoints.rundir import describe_origin, lock_directory
 from flowrl.runtime.telemetry.metrics import node_roles
 from flowrl.runtime.telemetry.standard_streams import print_text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.commands.checkpoint_of import model_dir
+from flowrl.commands.model_directories import model_dir
 from flowrl.errors import ConfigError
 from flowrl.runtime.checkpoints.checkpoint import prune_checkpoints
 from flowrl.runtime.checkpoints.rundir import Best, read_best

@@ -1,4 +1,4 @@
-"""Directories that a command writes: they exist completely, or not at all."""
+"""Directories of models: the one of a run or checkpoint, and one that a command writes completely, or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.checkpoints.checkpoint import steps_of
+from flowrl.runtime.checkpoints.rundir import recorded_best
+
+
+def model_dir(path: Path) -> Path:
+    """`path` if it is a model, or the best or newest checkpoint of a run directory. Raises ConfigError."""
+    if (path / "checkpoints").is_dir():
+        best = recorded_best(path)
+        if best is not None and (path / best.checkpoint).is_dir():
+            return path / best.checkpoint
+        found = steps_of(path / "checkpoints")
+        if not found:
+            raise ConfigError(f"{path} has no checkpoint yet; wait for one, or name another run")
+        return found[-1][1]
+    if (path / "adapter_config.json").is_file():
+        return path
+    if not path.is_dir():
+        raise ConfigError(f"there is no directory {path}; name a run, a checkpoint, or a model directory")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} is no model directory: config.json is missing; name a run, a checkpoint, or a model")
+    return path
 
 
 def require_free(target: Path) -> None:
