@@ -64,7 +64,7 @@ LEAST_SHM_RATE, LEAST_TCP_RATE = 0.3e9, 0.03e9
 
 def machine_findings() -> Iterator[Finding]:
     """All findings, one after the other."""
-    yield python()
+    yield Finding("python", "ok", f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} cores")
     yield from find_slow_cpu()
     yield find_packages()
     yield _run_check("vllm", check_vllm_version, "vLLM")
@@ -74,11 +74,6 @@ def machine_findings() -> Iterator[Finding]:
     yield open_files()
     yield shared_memory_rate()
     yield loopback_rate()
-
-
-def python() -> Finding:
-    found = f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} cores"
-    return Finding("python", "ok", found)
 
 
 def find_slow_cpu() -> Iterator[Finding]:
@@ -273,10 +268,7 @@ def shared_memory_rate() -> Finding:
 def loopback_rate() -> Finding:
     """Round trip and bytes per second over tcp with CURVE, from this process to itself."""
     with Echo(CurveKeys.new()) as echo:
-        return loopback_finding(*measure_link(echo.url, echo.keys))
-
-
-def loopback_finding(round_trip_s: float, rate: float) -> Finding:
+        round_trip_s, rate = measure_link(echo.url, echo.keys)
     return _rate_finding("loopback, CURVE", rate, LEAST_TCP_RATE, {"round_trip_s": round_trip_s})
 
 

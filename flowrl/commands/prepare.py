@@ -32,7 +32,7 @@ from flowrl.runtime.telemetry.standard_streams import print_text
 
 Origins = Mapping[str, tuple[Any, str]]
 GIVEN = "given"
-"""Of the origin of a value: a user has given the option."""
+"""Where a value comes from that a user has given."""
 
 
 @dataclass(frozen=True)

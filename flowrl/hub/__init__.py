@@ -206,8 +206,14 @@ def _download_snapshot(name: HubName, choose: Choose, progress: Progress) -> Pat
         progress(f"{name}: downloading {gb_text(missing)} of commit {info.sha[:10]} to {repo_dir(name).parent}")
         if sys.stderr.isatty():
             return _download_files(name, info.sha, wanted)
+        from tqdm import tqdm
+
+        class HiddenBar(tqdm):  # type: ignore[misc]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **{**kwargs, "disable": True})
+
         with _report_progress(name, missing, progress):
-            return _download_files(name, info.sha, wanted, tqdm_class=_hidden_bar())
+            return _download_files(name, info.sha, wanted, tqdm_class=HiddenBar)
     except (ConfigError, _UnreachableError):
         raise
     except hub_failures() as error:
@@ -240,17 +246,6 @@ def _download_files(name: HubName, commit: str, files: Sequence[str], **options:
     return Path(
         snapshot_download(name.repo, repo_type=name.kind, revision=revision, allow_patterns=patterns, **options)
     )
-
-
-def _hidden_bar() -> type[Any]:
-    """A progress bar that is not shown."""
-    from tqdm import tqdm
-
-    class HiddenBar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})
-
-    return HiddenBar
 
 
 @contextmanager

@@ -178,7 +178,8 @@ def add_reference(
         return rollouts, ()
     kind = EpisodeReference if issubclass(carried_type(rollouts), Episode) else Reference
     temperature, scoring = cfg.get_part(SamplingOptions).temperature, cfg.get_part(TrainerOptions).scoring(size)
-    initial = kind(cfg.model, temperature=temperature, **scoring, **size.refreshed)
+    scoring = {**scoring, "refresh_every": size.refresh_every, "mixup": size.mixup}
+    initial = kind(cfg.model, temperature=temperature, **scoring)
     reference = g.add("reference", initial, **(cfg.place(size) if placed is None else placed))
     g.connect(cast(Out[Sample], rollouts), reference.rollouts)
     if size.refresh_every:

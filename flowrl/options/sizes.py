@@ -130,11 +130,6 @@ class ReferenceSize(ScoringSize):
     mixup: float = 1.0
     """Share of the policy's weights in what the reference then takes; the rest is from its own weights."""
 
-    @property
-    def refreshed(self) -> dict[str, Any]:
-        """Arguments of a Reference."""
-        return {"refresh_every": self.refresh_every, "mixup": self.mixup}
-
 
 @dataclass(frozen=True)
 class _Model:
@@ -212,16 +207,12 @@ def size_problems(cfg: object) -> Iterator[str]:
             if value is not None and value < 1:
                 yield f"{name}.{field_name.replace('_', '-')} is {value}; it has to be 1 or more"
         if isinstance(size, ReferenceSize):
-            yield from _refresh_problems(name, size)
+            if size.refresh_every < 0:
+                yield f"{name}.refresh-every is {size.refresh_every}; it has to be 0 or more"
+            if not 0 < size.mixup <= 1:
+                yield f"{name}.mixup is {size.mixup}; it has to be above 0, and at most 1"
+            if size.mixup != 1 and not size.refresh_every:
+                yield f"{name}.mixup is for references that take the policy's weights; give {name}.refresh-every too"
         budget = getattr(size, "token_budget", None)
         if budget is not None and budget < 1:
             yield f"{name}.token-budget is {budget}; it has to be 1 or more"
-
-
-def _refresh_problems(name: str, size: ReferenceSize) -> Iterator[str]:
-    if size.refresh_every < 0:
-        yield f"{name}.refresh-every is {size.refresh_every}; it has to be 0 or more"
-    if not 0 < size.mixup <= 1:
-        yield f"{name}.mixup is {size.mixup}; it has to be above 0, and at most 1"
-    if size.mixup != 1 and not size.refresh_every:
-        yield f"{name}.mixup is for references that take the policy's weights; give {name}.refresh-every too"
