@@ -45,6 +45,8 @@ JOBS: dict[str, tuple[int, str]] = {
         "agent_openai --steps 50 --schedule.decay linear --evaluate 128 --evaluate-samples 4 --episodes-per-process 16",
     ),
     "self_play": (3, "self_play --steps 40"),
+    "judge": (3, "judge --steps 60 --evaluate 512"),
+    "teachers": (3, "teachers --steps 60 --evaluate 512"),
     "agent_game": (3, "agent_game --steps 100 --evaluate 512"),
     "step_groups": (3, "step_groups --steps 100 --evaluate 512"),
 }

@@ -15,7 +15,7 @@ from flowrl.graph.machine import Cluster
 MACHINE = "1x cpus=8 memory=64"
 """What the plans of the pictures are made for."""
 GROUPS = {
-    "Reinforcement learning": ("grpo", "dapo", "rloo", "reinforce_pp", "ppo", "raft", "custom_node"),
+    "Reinforcement learning": ("grpo", "dapo", "rloo", "reinforce_pp", "ppo", "raft", "judge", "custom_node"),
     "Preferences and reward models": (
         "dpo",
         "kto",
@@ -24,7 +24,7 @@ GROUPS = {
         "reward_model",
         "process_reward_model",
     ),
-    "Supervised and distillation": ("sft", "distill"),
+    "Supervised and distillation": ("sft", "distill", "teachers"),
     "Agents": ("agent_tools", "agent_game", "agent_openai", "self_play"),
     "Around training": ("evaluate", "generate", "score"),
 }

@@ -51,6 +51,7 @@ NODES = {
     "Settings of nodes": (
         "Engine",
         "Sampling",
+        "ReplySchema",
         "Limits",
         "Shaping",
         "Replay",

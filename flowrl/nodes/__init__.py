@@ -1,6 +1,6 @@
 """The built-in nodes. Importing them loads no heavy packages; their `setup` does."""
 
-from flowrl.messages.sampling import Sampling
+from flowrl.messages.sampling import ReplySchema, Sampling
 from flowrl.nodes.curriculum import Curriculum
 from flowrl.nodes.engine_options import Engine
 from flowrl.nodes.episodes.agent_program import AgentProgram
@@ -63,6 +63,7 @@ __all__ = [
     "Reference",
     "RemainingPrompts",
     "Replay",
+    "ReplySchema",
     "ResponseWriter",
     "Reward",
     "RewardModel",

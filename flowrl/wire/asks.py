@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -55,8 +56,10 @@ class PolicyCall(LiveCall):
         self._open_items = open_items
         self._reports = reports
         self._seed = seed
-        self._apart = ItemAsks()
-        """The asks that are made for no item; no checkpoint keeps them."""
+        self._held_out: dict[str, ItemAsks] = {}
+        """Sample without a ticket that is not made yet -> its asks, which no checkpoint keeps."""
+        self._numbers = itertools.count()
+        """Of asks that are made for no item."""
 
     async def ask_turn(self, turn: Turn) -> Reply:
         """The reply to a turn. If this is cancelled, the turn is booked as abandoned."""
@@ -70,8 +73,10 @@ class PolicyCall(LiveCall):
         return reply
 
     async def ask(self, question: PolicyQuestion) -> Reply:
+        if not question.messages and question.token_ids is None and question.after is None:
+            raise FlowrlError(f"{self.port} was asked nothing; give it a text, messages or token ids")
         item = self._item_for(question.sample)
-        asks = self._apart if item is None else self._open_items.asks_of(item)
+        asks = self._asks_for(item, question.sample)
         prompt = self._require_trainable(question, item, asks) if question.trained else None
         digest = digest_question(self.port, question)
         if (known := asks.take_known(digest)) is not None:
@@ -101,9 +106,9 @@ class PolicyCall(LiveCall):
         return reply
 
     def make_sample(self, prompt: Prompt, replies: Sequence[Reply], content: Mapping[str, object]) -> Sample:
-        item = self._item_for(prompt)
-        asks = self._apart if item is None else self._open_items.asks_of(item)
-        name = prompt.sample_id
+        item, name = self._item_for(prompt), prompt.sample_id
+        asks = self._asks_for(item, prompt)
+        self._held_out.pop(name, None)
         if name in asks.sampled:
             raise FlowrlError(f"{self.port} made sample {name!r} a second time; call make_sample once")
         sample = make_sample(prompt, replies, **content)
@@ -147,6 +152,11 @@ class PolicyCall(LiveCall):
         item = found or asking.get()
         return item if item is None or item.derived_from is None else item.derived_from
 
+    def _asks_for(self, item: Item | None, sample: Prompt | None) -> ItemAsks:
+        if item is not None:
+            return self._open_items.asks_of(item)
+        return ItemAsks() if sample is None else self._held_out.setdefault(sample.sample_id, ItemAsks())
+
     def _ticket_of(self, item: Item | None) -> int:
         return at_hand.get() if item is None else item.envelope.ticket
 
@@ -183,8 +193,11 @@ class PolicyCall(LiveCall):
     def _make_turn(
         self, question: PolicyQuestion, item: Item | None, asks: ItemAsks, prompt: Prompt | None, digest: bytes
     ) -> Turn:
-        about = self.port if item is None else _name_item(item)
+        about = f"{self.port}/{next(self._numbers)}" if item is None else _name_item(item)
         place = f"{about}/{digest.hex()}.{asks.times_asked(digest)}"
+        seed = f"{self._seed}/{place}"
+        if prompt is not None:  # held-out samples are drawn alike whenever they are asked for
+            seed = f"{prompt.seed}/{digest.hex()}.{asks.times_asked(digest)}"
         number = 0 if prompt is None else asks.next_turn(prompt.sample_id)
         ids, messages, num_reply = question.token_ids, question.messages, 0
         if (after := question.after) is not None:
@@ -198,7 +211,7 @@ class PolicyCall(LiveCall):
             turn=number,
             attempt=0,
             ticket=self._ticket_of(item),
-            seed=hash_seed(f"{self._seed if prompt is None else prompt.seed}/{place}"),
+            seed=hash_seed(seed),
             token_ids=no_ids() if ids is None else np.asarray(ids, np.int32),
             max_tokens=MOST_TOKENS if question.sampling is None else question.sampling.max_tokens,
             tools=question.tools,

@@ -51,6 +51,8 @@ WAYS: dict[str, tuple[Values, ...]] = {
     **dict.fromkeys(("dapo", "raft", "custom_node"), SCORED),
     **{name: ({}, STEPS) for name in ("generate", "pairs", "score", "evaluate")},
     "process_reward_model": ({}, {"held_out": 0}),
+    "judge": (*ONLINE, {"rubric": "default", "way": "pointwise"}),
+    "teachers": SCORED,
 }
 """How a graph is used: in each of these ways every option is tried. Others are used as they are."""
 

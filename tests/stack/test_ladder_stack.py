@@ -37,9 +37,11 @@ ONLINE = {
     "dapo": (*SMALL, *EVALUATED, "--on-limit", "mask"),
     "distill": (*SMALL, *EVALUATED, "--teacher", "tiny", "--trainer.replicas", "2", "--exact", "--epochs", "2"),
     "iterative_dpo": (*SMALL, *EVALUATED, "--reference.weights", "initial", "--optimizer-steps", "2"),
+    "judge": (*SMALL, *EVALUATED, "--rubric", "default"),
     "raft": (*SMALL, *EVALUATED, "--evaluate-also", "arithmetic:max_value=12", "--look-ahead", "2"),
     "reinforce_pp": (*SMALL, *EVALUATED, "--kl-target", "0.5"),
     "self_play": (*SMALL, *EVALUATED, "--opponent-every", "0", "--look-ahead", "4"),
+    "teachers": (*SMALL, *EVALUATED, "--look-ahead", "2"),
     "rloo": (*SMALL, *EVALUATED, "--normalise-rewards", "--optimizer-steps", "2", "--epochs", "2"),
     "custom_node": (*SMALL, "--on-limit", "mask"),
 }

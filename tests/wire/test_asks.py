@@ -421,6 +421,56 @@ def test_asks_do_not_wait_for_each_other_in_a_cycle() -> None:
     assert any("wait for each other in a cycle" in text for text in check(g, EIGHT_CORES).problems)
 
 
+# Without a ticket
+
+
+class Examined(Solver):
+    """Also answers held-out prompts."""
+
+    requests: Serve[Prompt, Sample]
+
+    async def run(self) -> None:
+        await self.requests.each(self.answer)
+
+    async def answer(self, one: Prompt) -> Sample:
+        first, second = [await self.policy.ask("2+2", trained=True, sample=one) for _ in range(2)]
+        return self.policy.make_sample(one, [first, second])
+
+
+def test_held_out_samples_are_made_alike_and_are_not_booked() -> None:
+    turns = Turns("4")
+    node = Examined(once)
+    record = run_node(
+        node, {"requests": [prompt(0), prompt(0)]}, answers={"policy": turns}, ignore=("prompts", "samples")
+    )
+    assert [len(one.sequences) for one in record.replies["requests"]] == [2, 2]
+    assert [turn.ticket for turn in turns.turns] == [-1] * 4 and all(turn.trained for turn in turns.turns)
+    seeds = [turn.seed for turn in turns.turns]
+    assert seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
+    assert not record.events("episode") and not record.events("abandoned")
+
+
+def test_asks_of_no_item_come_last_and_differ() -> None:
+    class Musing(Judge):
+        async def run(self) -> None:
+            self.said = await asyncio.gather(*(self.judge.ask("hm?") for _ in range(2)))
+            await super().run()
+
+    turns = Turns("1")
+    run_node(Musing(), {"rollouts": [sample(0)]}, answers={"judge": turns})
+    first, second, judged = turns.turns
+    assert first.seed != second.seed and first.priority == second.priority > judged.priority
+    assert first.group_id == "" and not first.trained
+
+
+def test_an_ask_asks_something() -> None:
+    async def plan(node: Solver, one: Prompt) -> None:
+        await node.policy.ask([])
+
+    with pytest.raises(FlowrlError, match=r"node\.policy was asked nothing"):
+        run_node(Solver(plan), {"prompts": [prompt(0)]}, answers={"policy": script("4")})
+
+
 # Derived samples
 
 

@@ -25,8 +25,8 @@ MUTANTS = (
         name="ask_drafts_alike",
         fault="equal asks of one item have one seed",
         function="PolicyCall._make_turn",
-        before='place = f"{about}/{digest.hex()}.{asks.times_asked(digest)}"',
-        after='place = f"{about}/{digest.hex()}"',
+        before='seed = f"{prompt.seed}/{digest.hex()}.{asks.times_asked(digest)}"',
+        after='seed = f"{prompt.seed}/{digest.hex()}"',
         test="tests/wire/test_asks.py::test_replies_that_are_left_out_are_redone",
     ),
     Mutant(
