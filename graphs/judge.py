@@ -114,7 +114,7 @@ def graph(cfg: JudgeConfig) -> Graph:
     g.call(judged.judge, judge.turns)
     for port in (judge.weights, judge.prompts, judge.rollouts):
         g.ignore(port)
-    train_on_groups(g, cfg, prompts, judged.groups, batcher, trainer, generator, followers=followers)
+    train_on_groups(g, cfg, prompts.prompts, judged.groups, batcher, trainer, generator, followers=followers)
     add_evaluation(g, cfg, generator)
     cfg.share_devices(g, ("trainer", "judge", "reference"))
     return g

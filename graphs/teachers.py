@@ -110,7 +110,7 @@ def graph(cfg: TwoTeachers) -> Graph:
         g.connect(teacher.scored, reward.rollouts)
     g.connect(reward.scored, advantage.scored)
     g.connect(advantage.groups, taught.rewarded)
-    train_on_groups(g, cfg, prompts, taught.groups, batcher, trainer, generator, followers=followers)
+    train_on_groups(g, cfg, prompts.prompts, taught.groups, batcher, trainer, generator, followers=followers)
     add_evaluation(g, cfg, generator)
     cfg.share_devices(g, ("trainer", "teacher", "second_teacher", "reference"))
     return g

@@ -78,10 +78,10 @@ class PolicyCall(LiveCall):
         item = self._item_for(question.sample)
         asks = self._asks_for(item, question.sample)
         prompt = self._require_trainable(question, item, asks) if question.trained else None
-        digest = digest_question(self.port, question)
-        if (known := asks.take_known(digest)) is not None:
+        call = asks.name_call(digest_question(self.port, question))
+        if (known := asks.take_known(call)) is not None:
             return known
-        turn = self._make_turn(question, item, asks, prompt, digest)
+        turn = self._make_turn(question, item, asks, prompt, call)
         if prompt is not None:
             asks.unsampled.setdefault(prompt.sample_id, {})[turn.request_id] = None
         try:
@@ -102,7 +102,7 @@ class PolicyCall(LiveCall):
             sample_id="" if prompt is None else prompt.sample_id,
         )
         if item is not None:
-            asks.note_reply(digest, reply)
+            asks.note_reply(call, reply)
         return reply
 
     def make_sample(self, prompt: Prompt, replies: Sequence[Reply], content: Mapping[str, object]) -> Sample:
@@ -191,13 +191,13 @@ class PolicyCall(LiveCall):
         return prompt
 
     def _make_turn(
-        self, question: PolicyQuestion, item: Item | None, asks: ItemAsks, prompt: Prompt | None, digest: bytes
+        self, question: PolicyQuestion, item: Item | None, asks: ItemAsks, prompt: Prompt | None, call: bytes
     ) -> Turn:
         about = f"{self.port}/{next(self._numbers)}" if item is None else _name_item(item)
-        place = f"{about}/{digest.hex()}.{asks.times_asked(digest)}"
+        place = f"{about}/{call.hex()}"
         seed = f"{self._seed}/{place}"
         if prompt is not None:  # held-out samples are drawn alike whenever they are asked for
-            seed = f"{prompt.seed}/{digest.hex()}.{asks.times_asked(digest)}"
+            seed = f"{prompt.seed}/{call.hex()}"
         number = 0 if prompt is None else asks.next_turn(prompt.sample_id)
         ids, messages, num_reply = question.token_ids, question.messages, 0
         if (after := question.after) is not None:

@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import itertools
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -155,14 +155,15 @@ class Custody(Generic[K]):
 class ItemAsks:
     """The asks of one item, each known by a digest of what it asked and by its number among equal asks.
 
-    A reply that a checkpoint has is found by what it answers, so the order of asks may differ in a resumed run.
+    A reply that a checkpoint has is found by what it answers, so the order of asks may differ in a resumed run. Equal
+    asks get their replies in the order of asking, whichever reply was first.
     """
 
     def __init__(self, record: AskRecord | None = None) -> None:
         self.began_s = time.monotonic()
         self.replies: list[tuple[bytes, Reply]] = []
-        """All replies so far, each with its digest."""
-        self._kept: defaultdict[bytes, deque[Reply]] = defaultdict(deque)
+        """All replies so far, each with the name of its call."""
+        self._kept: dict[bytes, Reply] = {}
         """Replies from the checkpoint that were not asked for again."""
         self._times: Counter[bytes] = Counter()
         self._turns: defaultdict[str, set[int]] = defaultdict(set)
@@ -173,9 +174,9 @@ class ItemAsks:
         """Sample that is made -> ids of the asks whose replies are in it."""
         self.sampled_before = {} if record is None else record.sampled
         """Those that were made before the checkpoint."""
-        for digest, reply in () if record is None else zip(record.calls, record.replies, strict=True):
-            self.replies.append((digest, reply))
-            self._kept[digest].append(reply)
+        for call, reply in () if record is None else zip(record.calls, record.replies, strict=True):
+            self.replies.append((call, reply))
+            self._kept[call] = reply
             if reply.sample_id:
                 self._turns[reply.sample_id].add(int(reply.request_id.rpartition(".")[2]))
                 self.unsampled.setdefault(reply.sample_id, {})[reply.request_id] = reply
@@ -186,14 +187,14 @@ class ItemAsks:
         booked = tuple(reply.request_id for reply in replies if reply.sample_id)
         return AskRecord(booked, replies=replies, calls=calls, sampled={**self.sampled_before, **self.sampled})
 
-    def take_known(self, digest: bytes) -> Reply | None:
-        """The checkpoint's reply to this call; None if it has to be asked."""
+    def name_call(self, digest: bytes) -> bytes:
+        """The name of the next call with this digest: the digest, and the number of equal calls so far, it included."""
         self._times[digest] += 1
-        return self._kept[digest].popleft() if self._kept[digest] else None
+        return digest + self._times[digest].to_bytes(4, "big")
 
-    def times_asked(self, digest: bytes) -> int:
-        """The number of calls like this one so far, it included."""
-        return self._times[digest]
+    def take_known(self, call: bytes) -> Reply | None:
+        """The checkpoint's reply to this call; None if it has to be asked."""
+        return self._kept.pop(call, None)
 
     def next_turn(self, sample_id: str) -> int:
         """The smallest number that no trained ask for the sample has: turns leave none out."""
@@ -202,9 +203,9 @@ class ItemAsks:
         turns.add(turn)
         return turn
 
-    def note_reply(self, digest: bytes, reply: Reply) -> None:
+    def note_reply(self, call: bytes, reply: Reply) -> None:
         """A reply has come."""
-        self.replies.append((digest, reply))
+        self.replies.append((call, reply))
         if reply.sample_id:
             self.unsampled.setdefault(reply.sample_id, {})[reply.request_id] = reply
 

@@ -28,7 +28,7 @@ from flowrl import (
     Serve,
     check,
 )
-from flowrl.messages.episode import AskRecord, Reply, Turn, join_replies
+from flowrl.messages.episode import Reply, Turn, join_replies
 from flowrl.messages.sampling import ReplySchema, Sampling
 from flowrl.testing import EIGHT_CORES, NodeRig, prompt, run_node, said, sample, script
 
@@ -348,11 +348,14 @@ def test_what_was_asked_is_found_whatever_the_order() -> None:
     from flowrl.wire.items import ItemAsks
 
     turn = Turn("g:0/0.2", "g:0", "g", 2, 0, 1, 0, np.arange(3, dtype=np.int32), 8)
-    kept = [replace(said(turn, text), sample_id="g:0") for text in "ab"]
-    record = AskRecord(replies=(*kept, kept[0]), calls=(b"x", b"y", b"x"))
-    asks = ItemAsks(record)
-    found = [asks.take_known(digest) for digest in (b"y", b"x", b"x", b"x")]
-    assert [one and one.text for one in found] == ["b", "a", "a", None]
+    first, second, other = (replace(said(turn, text), sample_id="g:0") for text in "abc")
+    before = ItemAsks()
+    names = [before.name_call(digest) for digest in (b"x", b"x", b"y")]
+    for name, reply in ((names[2], other), (names[1], second), (names[0], first)):  # in the order of coming
+        before.note_reply(name, reply)
+    asks = ItemAsks(before.make_record())
+    found = [asks.take_known(asks.name_call(digest)) for digest in (b"y", b"x", b"x", b"x")]
+    assert [one and one.text for one in found] == ["c", "a", "b", None], "equal asks in the order of asking"
     assert [asks.next_turn("g:0") for _ in range(3)] == [0, 1, 3], "numbers that are taken are passed over"
     assert set(asks.make_record().request_ids) == {"g:0/0.2"}
 

@@ -24,17 +24,17 @@ MUTANTS = (
     Mutant(
         name="ask_drafts_alike",
         fault="equal asks of one item have one seed",
-        function="PolicyCall._make_turn",
-        before='seed = f"{prompt.seed}/{digest.hex()}.{asks.times_asked(digest)}"',
-        after='seed = f"{prompt.seed}/{digest.hex()}"',
+        function="ItemAsks.name_call",
+        before='return digest + self._times[digest].to_bytes(4, "big")',
+        after="return digest + b'0000'",
         test="tests/wire/test_asks.py::test_replies_that_are_left_out_are_redone",
     ),
     Mutant(
         name="ask_forgets_the_checkpoint",
         fault="a reply that the checkpoint has is asked for again",
         function="ItemAsks.take_known",
-        before="return self._kept[digest].popleft() if self._kept[digest] else None",
-        after="return self._kept[digest].popleft() if not digest else None",
+        before="return self._kept.pop(call, None)",
+        after="return self._kept.pop(call[:0], None)",
         test="tests/wire/test_asks.py::test_a_reply_that_the_checkpoint_has_is_not_asked_for_again",
     ),
     Mutant(
