@@ -59,7 +59,7 @@ class PolicyCall(LiveCall):
         self._held_out: dict[str, ItemAsks] = {}
         """Sample without a ticket that is not made yet -> its asks, which no checkpoint keeps."""
         self._numbers = itertools.count()
-        """Of asks that are made for no item."""
+        """The numbers of asks that are made for no item."""
 
     async def ask_turn(self, turn: Turn) -> Reply:
         """The reply to a turn. If this is cancelled, the turn is booked as abandoned."""
