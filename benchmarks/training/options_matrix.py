@@ -38,9 +38,11 @@ GRAPHS = (
     *("agent_tools", "agent_game", "step_groups", "agent_openai", "self_play"),
 )
 REWARD_MODEL, URL = "{reward_model}", "{url}"
+KL_COV = ("--objective.kind", "kl_cov", "--objective.cov-share", "0.05")
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "--reward-model": ("--reward-model", REWARD_MODEL),
     "--objective.dual-clip": ("--objective.dual-clip", "3"),
+    "--objective.kind": KL_COV,
     "--dynamic-sampling": ("--dynamic-sampling",),
     "--on-limit mask": ("--on-limit", "mask", "--staleness", "1"),
     "--lora.rank 8": ("--lora.rank", "8"),
@@ -54,6 +56,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 """The matrix's column -> what is added to the command."""
 REFRESHED = OPTIONS["--reference.refresh-every"]
 OWN_NAMES = {
+    ("dapo", "--objective.kind"): (*KL_COV, "--objective.clip-high", "None"),  # it has no ratio to clip
     ("ppo", "--time-share"): ("--time-share", "generator", "actor", "critic_trainer"),
     **{
         (graph, "--reference.refresh-every"): (*REFRESHED, "--objective.kl-coef", "0.01")

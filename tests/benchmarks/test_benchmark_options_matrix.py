@@ -35,7 +35,7 @@ def cell(graph: str, option: str, outcome: Any = "ok", said: str = "") -> Cell:
 
 def test_every_online_graph_is_in_it() -> None:
     online = {name for name in shipped_names() if "staleness" in options_of(load_file(name).config_type)}
-    assert set(GRAPHS) == online and len(OPTIONS) == 11
+    assert set(GRAPHS) == online and len(OPTIONS) == 12
 
 
 def test_the_first_cells_have_every_graph_and_every_option() -> None:
@@ -111,7 +111,7 @@ def test_the_table_numbers_each_sentence_once() -> None:
     sentence = "flowrl: there is no option --x; flowrl run distill --help-all lists the options"
     cells = [cell("grpo", "--reward-model"), *(cell(name, "HTTP reward", "refused", sentence) for name in GRAPHS[1:3])]
     text = table({(one.graph, one.option): one for one in cells})
-    assert text.splitlines()[2] == f"| grpo | ok |{' – |' * 10}"
+    assert text.splitlines()[2] == f"| grpo | ok |{' – |' * 11}"
     assert text.count("refused 1") == 2 and text.endswith("1. there is no option --x")
 
 
