@@ -190,14 +190,29 @@ def make_row(keys: Keys, place: str, record: RawRow, *, compared: bool = True) -
     """
     told = keys.open_messages(record)
     column = _asking_column(place, record, keys)
-    turns, reference = _read_question(place, told, keys, column)
+    of_alpaca = column == INSTRUCTION and column not in (keys.prompt, keys.messages)
+    turns, reference = _read_question(place, told, keys, column, of_alpaca=of_alpaca)
     tools = tools_of(place, record, keys)
-    columns = _columns_for_rewards(place, record, keys, column, reference)
+
+    # Rewards receive the columns that the record's shape does not use. With check=code they include the time limits of
+    # the row's programs: its own, or else those of the task's options.
+    used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system", column}
+    used |= {*ALPACA} if of_alpaca else set()
+    columns = {key: plain_value(value) for key, value in record.items() if key not in used}
+    for name in ("case_s", "total_s") if keys.check == "code" else ():
+        value = _number_in_cell(record.get(name))
+        if value is not None and not is_time(value):
+            raise Malformed(f"{place}: the column {name!r} is {value!r}; it needs a number of seconds above 0")
+        if (limit := keys.code_limits.get(name) if value is None else value) is not None:
+            columns[name] = limit
+    columns |= {} if reference.answer is None else {"answer": reference.answer}
+    columns |= {"tools": tools} if tools else {}
+
     asked = (column, *reference.columns)
     other = next((name for name in CONVERSED if isinstance(told.get(name), list)), "")
     row = Row(
         turns,
-        columns | ({"tools": tools} if tools else {}),
+        columns,
         score_of(place, record, keys),
         as_messages=not isinstance(told[column], str),
         tools=tools,
@@ -233,23 +248,6 @@ def _missing_in_answer(check: str, row: Row, *, compared: bool) -> str:
     return needed if needed and find(answer) is None else ""
 
 
-def _columns_for_rewards(
-    place: str, record: RawRow, keys: Keys, column: str, reference: RightResponse
-) -> dict[str, Any]:
-    """What rewards receive: the answer, and the columns that the record's shape does not use; with check=code the time
-    limits for the row's programs, its own or else those of the task's options."""
-    used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system", column}
-    used |= {*ALPACA} if _is_alpacas(column, keys) else set()
-    found = {key: plain_value(value) for key, value in record.items() if key not in used}
-    for name in ("case_s", "total_s") if keys.check == "code" else ():
-        value = _number_in_cell(record.get(name))
-        if value is not None and not is_time(value):
-            raise Malformed(f"{place}: the column {name!r} is {value!r}; it needs a number of seconds above 0")
-        if (limit := keys.code_limits.get(name) if value is None else value) is not None:
-            found[name] = limit
-    return found if reference.answer is None else {**found, "answer": reference.answer}
-
-
 def tools_of(place: str, record: RawRow, keys: Keys) -> Turns:
     """The definitions of a record's tools. A column that an option names must exist. Raises Malformed."""
     if keys.tools == "none":
@@ -280,9 +278,12 @@ def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
     raise Malformed(f"{place}: no column {wanted!r}; {hint} (after the task's name: FILE:{option}=COLUMN){other}")
 
 
-def _read_question(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, RightResponse]:
-    """The messages before the response, and what the record says about the response."""
-    if _is_alpacas(column, keys):
+def _read_question(
+    place: str, record: RawRow, keys: Keys, column: str, *, of_alpaca: bool
+) -> tuple[Turns, RightResponse]:
+    """The messages before the response, and what the record says about the response. `of_alpaca`: the column is
+    Alpaca's, rather than named by an option."""
+    if of_alpaca:
         told = alpaca_prompt(place, record)
         turns = make_conversation(place, told, "instruction with its input and history")
         reference = _read_answer(place, record, keys, response=OUTPUT)
@@ -306,11 +307,6 @@ def require_prompt(place: str, turns: Turns, column: str) -> Turns:
     if len(turns) < 2:
         raise Malformed(f"{place}: the column {column!r} holds only an answer; it needs the prompt before the answer")
     return turns[:-1]
-
-
-def _is_alpacas(column: str, keys: Keys) -> bool:
-    """Whether the column with the question is Alpaca's, rather than named by an option."""
-    return column == INSTRUCTION and column not in (keys.prompt, keys.messages)
 
 
 def make_conversation(place: str, value: object, what: str, *, may_end: bool = False) -> Turns:
