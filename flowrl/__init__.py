@@ -2,7 +2,11 @@
 
 Importing it, and building a graph with it, loads neither ray nor torch, vllm, transformers or
 deepspeed. The built-in nodes are in `flowrl.nodes`, tasks in `flowrl.tasks`, models in `flowrl.models`.
+`flowrl.run` runs a graph in this process (`flowrl.commands.here`).
 """
+
+from importlib import import_module
+from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, GraphError, NodeFailed, SampleFailed
 from flowrl.graph.analysis.check import check
@@ -45,3 +49,10 @@ __all__ = [
     "check",
     "join",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`run` imports what a run needs, which declaring a graph does not."""
+    if name == "run":
+        return import_module("flowrl.commands.here").run
+    raise AttributeError(f"module 'flowrl' has no attribute {name!r}")

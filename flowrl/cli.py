@@ -16,7 +16,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from flowrl.commands.copy_graph import parse_new
+from flowrl.commands.copy_graph import Skeleton, parse_new
 from flowrl.commands.prepare import prepare_graph, print_origins
 from flowrl.commands.run_graph import print_preflight, print_report, print_trial, propose_options, report_of, run_graph
 from flowrl.commands.usage import HELP, OWN_HELP, USAGE, WITHOUT_OPTIONS
@@ -141,11 +141,15 @@ def graphs(args: Sequence[str]) -> int:
 
 
 def new(args: Sequence[str]) -> int:
-    """`flowrl new MY_GRAPH.py --from NAME`: prints the files written and what to do next."""
-    copy = parse_new(list(args))
-    for path in copy.write_files():
+    """`flowrl new MY_GRAPH.py --from NAME`, or `--node KIND`: prints the files written and what to do next."""
+    asked = parse_new(list(args))
+    written = asked.write_files()
+    for path in written:
         print_text(f"wrote {path}")
-    print_text(f"next: flowrl check {copy.target}, then flowrl run {copy.target} --steps 20")
+    if isinstance(asked, Skeleton):
+        print_text(f"next: pytest {written[1]}, and mypy --strict {written[0]}")
+    else:
+        print_text(f"next: flowrl check {asked.target}, then flowrl run {asked.target} --steps 20")
     return 0
 
 

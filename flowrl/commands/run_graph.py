@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,12 @@ class RunFileOptions:
     """Read options from this run file (YAML). Options on the command line take precedence."""
     save_config: Path | None = None
     """Write all options to this run file before the run begins."""
+    here: bool = False
+    """Run all nodes in this process, without Ray: breakpoint(), print and debuggers work, and the run begins sooner.
+    vLLM's engine has its own process. For one machine without GPUs; a trainer has one rank."""
     try_s: float = 3.0
     """Seconds to wait, when everything else is checked, for a trial of your own graph, as of flowrl check --try; 0: no
-    trial. A run that is resumed or joins a cluster has none."""
+    trial. A run that is resumed, joins a cluster or is --here has none."""
     dry_run: bool = False
     """Print all options, check the graph, models, data and reward, and start nothing."""
 
@@ -52,11 +55,14 @@ def run_graph(args: Sequence[str]) -> int:
         write_run_file(of_files.save_config, prepared.file.shown, dump_options(options), prepared.lasting_options())
     from flowrl.runtime.driver.launch import Launch
 
+    if of_files.here:  # the terminal is the user's: for print, input and debuggers
+        options = replace(options, plain=True)
     file, derived = prepared.file.path, derived_text(prepared.origins)
     launch = Launch(file, prepared.graph, prepared.cfg, options, derived, started_s, _advice(prepared))
+    launch.here = of_files.here
     if of_files.dry_run:
         return _dry_run(prepared, run_file_text(prepared.file.shown, dump_options(options), dump_options(prepared.cfg)))
-    trial = begin_trial(prepared, of_files.try_s) if not options.resume else None
+    trial = None if options.resume or of_files.here else begin_trial(prepared, of_files.try_s)
     try:
         if trial is not None:
             launch.trial = functools.partial(tell_trial, trial, of_files.try_s)

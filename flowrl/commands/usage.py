@@ -13,14 +13,15 @@ usage: flowrl COMMAND
         train a small model on addition, in some minutes on a CPU, and print what it learnt
   graphs
         list the graphs that come with flowrl, which run by name
-  new   MY_GRAPH.py --from NAME
-        copy one of them to a file, to be edited
+  new   MY_GRAPH.py --from NAME, or MY_NODE.py --node reward|filter|environment|objective|source
+        copy one of them to a file, to be edited; or write the skeleton of a part of your own, with its test
   check GRAPH [--draw FILE.svg|FILE.mmd] [--cluster SPEC] [--config FILE] [--preflight] [--try] [--field value ...]
         find every problem of a graph and print what follows from it; starts nothing.
         --preflight: also load models, task, reward and environment, and try them out as a run does before it starts.
         --try: also make two batches through the whole graph in one process, with stand-ins for models
-  run   GRAPH [--steps N] [--run-dir DIR] [--resume] [--config FILE] [--field value ...]
-        run a graph. After GRAPH, --help shows the twenty options that most runs set and the groups of the others;
+  run   GRAPH [--steps N] [--run-dir DIR] [--resume] [--here] [--config FILE] [--field value ...]
+        run a graph; with --here in this process, where breakpoint() and print work.
+        After GRAPH, --help shows the twenty options that most runs set and the groups of the others;
         --help GROUP lists one group, --help OPTION explains an option, and --help-all lists everything.
         --save-config FILE writes them to a file that --config reads;
         --dry-run prints them, checks graph, model, data and reward, and starts nothing

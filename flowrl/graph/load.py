@@ -142,6 +142,12 @@ def load_file(graph: str | Path) -> GraphFile:
     return GraphFile(path, module, config_type, str(graph))
 
 
+def forget_file(graph: str | Path) -> None:
+    """Let the next `load_file` run the files of graphs again: this one may have been edited."""
+    sys.modules.pop(_module_name(str(find_graph(graph).resolve())), None)
+    _run_file.cache_clear()
+
+
 def rebuild_graph(path: str | Path, config: Mapping[str, Any]) -> tuple[Graph, Any]:
     """Rebuild the graph and configuration from what `dump` returned. Every call creates new nodes."""
     file = load_file(path)
@@ -244,11 +250,15 @@ def _require_graph_file(path: Path) -> None:
     raise ConfigError(f"graph file {path} does not exist{hint}")
 
 
+def _module_name(path: str) -> str:
+    digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
+    return f"flowrl_graph_{Path(path).stem}_{digest}"
+
+
 @functools.cache
 def _run_file(path: str) -> ModuleType:
     """Run the file as a module; it can import from its own directory, as with `python FILE`."""
-    digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
-    name = f"flowrl_graph_{Path(path).stem}_{digest}"
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -366,6 +366,11 @@ class Node:
         node.ports = ports
         return node
 
+    def preload(self) -> None:
+        """Import the heavy packages that `setup` uses; blocking. In a process with several nodes, this comes before any
+        set-up, one node after the other: imports in two threads, or in a process that is being forked, break.
+        """
+
     async def setup(self) -> None:
         """Do expensive loading. Runs in the host with CPUs already pinned, before any message arrives."""
 

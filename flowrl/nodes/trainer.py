@@ -253,6 +253,13 @@ class Trainer(ResidentNode):
 
     # Lifecycle
 
+    def preload(self) -> None:
+        from flowrl.training.engine.gang import import_deepspeed
+
+        import_deepspeed(on_cpu=not self.context.gpus)
+        import flowrl.training.engine.zero
+        import flowrl.training.learner  # noqa: F401  # for later
+
     async def setup(self) -> None:
         self.version = self.context.start_version
         if self.context.steps is None:

@@ -16,9 +16,10 @@ import asyncio
 import selectors
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from flowrl.wire.activity import in_node, place_of
+from flowrl.wire.activity import NodeLoop, place_of
 
 R = TypeVar("R")
 
@@ -52,7 +53,12 @@ def run_on(loop_factory: Callable[[], asyncio.AbstractEventLoop], main: Coroutin
     The runner's own task has no result, for speed. At its end, the runner asks `signal` for the handler of SIGINT,
     which refers to the task. `signal` first formats any handler that is not a number, for an error that it then drops:
     it would format the task with its result, which for arrays can take longer than `main` itself.
+
+    In a notebook, or another caller with a running loop, `main` has a thread of its own.
     """
+    if asyncio._get_running_loop() is not None:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: run_on(loop_factory, main)).result()
     results = []
 
     async def keep() -> None:
@@ -89,7 +95,7 @@ class JumpingSelector(selectors.DefaultSelector):
         return Stuck(f"{what}, at {self._clock.now_s:.3f} s of its own time; the tasks there are: {waiting}")
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
+class VirtualLoop(NodeLoop):
     """The event loop of a VirtualClock. It lists tasks and timers by node, as `HostLoop` does."""
 
     def __init__(self, clock: VirtualClock, busy_s: float) -> None:
@@ -98,21 +104,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._clock.now_s
-
-    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = super().create_task(coro, name=name, context=context)
-        owner = in_node.get() if context is None else context.get(in_node)
-        if owner is not None:
-            owner.adopt_task(task)
-        return task
-
-    def call_at(  # type: ignore[override]
-        self, when: float, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
-        timer = super().call_at(when, callback, *args, context=context)
-        if (owner := in_node.get()) is not None:
-            owner.timers.add(timer)
-        return timer
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         done: asyncio.Future[Any] = self.create_future()

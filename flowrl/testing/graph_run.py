@@ -10,7 +10,7 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,14 +25,55 @@ from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch, RunStart
+from flowrl.runtime.driver.local_cluster import LocalCluster
 from flowrl.runtime.process.engine import ProcessEngine
 from flowrl.runtime.telemetry import metrics
+from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.testing.clock import VirtualClock, run_on
-from flowrl.testing.local_hosts import KeptView, LocalCluster
 from flowrl.testing.stand_ins import stand_in
 from flowrl.wire.activity import HostLoop
 
 EIGHT_CORES = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
+
+
+@dataclass
+class KeptView:
+    """A view that keeps what a terminal would have shown."""
+
+    lines: list[str] = field(default_factory=list)
+    records: list[Mapping[str, Any]] = field(default_factory=list)
+    """The metrics lines of this life of the run."""
+    sample_ids: list[str] = field(default_factory=list)
+    """Samples kept, in the order in which their states became known."""
+
+    def progress(self, replica_id: str, text: str) -> None:
+        self.lines.append(f"{replica_id}: {text}")
+
+    def warning(self, text: str) -> None:
+        self.lines.append(f"warning: {text}")
+
+    def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
+        first = figures["exact_match" if "exact_match" in figures else "score"]
+        self.lines.append(f"evaluation {phase} at {step}: {first} of {figures['num_answers']:.0f} {task}")
+
+    def held_out(self, record: Mapping[str, Any]) -> None:
+        self.lines.append(f"held-out rows at {record['step']}")
+
+    def sample(self, row: Mapping[str, Any]) -> None:
+        self.sample_ids.append(row["sample_id"])
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self.records.append(record)
+
+    def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
+        """Kept nowhere: it changes every second."""
+
+    def close(self) -> None:
+        """There is no terminal to restore."""
+
+    @property
+    def warnings(self) -> list[str]:
+        return [line for line in self.lines if line.startswith("warning: ")]
 
 
 @dataclass(frozen=True)

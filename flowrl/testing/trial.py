@@ -48,13 +48,13 @@ from flowrl.messages import Message, Sample
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch
+from flowrl.runtime.driver.local_cluster import LocalCluster
 from flowrl.runtime.driver.lookout import Topology, describe_reports
 from flowrl.runtime.process.actor import find_culprit
 from flowrl.runtime.process.context import ReplicaPlace
 from flowrl.runtime.process.engine import ProcessSpec
 from flowrl.runtime.process.replica import Replica
 from flowrl.testing.graph_run import EIGHT_CORES, GraphRun, StandInProcess, run_in_process
-from flowrl.testing.local_hosts import LocalCluster
 from flowrl.testing.stand_ins import STAND_INS, stand_in
 from flowrl.wire.activity import OUTSIDE, Lease, place_of
 from flowrl.wire.encoding.codec import dump_value

@@ -283,6 +283,37 @@ class HostLoop(uvloop.Loop):
         return bool(super().remove_reader(fileobj))
 
 
+class NodeLoop(asyncio.SelectorEventLoop):
+    """As HostLoop, in Python, for a run in one process: what it waits for, and its time, can be replaced."""
+
+    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = super().create_task(coro, name=name, context=context)
+        owner = in_node.get() if context is None else context.get(in_node)
+        if owner is not None:
+            owner.adopt_task(task)
+        return task
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        timer = super().call_at(when, callback, *args, context=context)
+        if (owner := in_node.get()) is not None:
+            owner.timers.add(timer)
+        return timer
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        call: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
+        if (owner := in_node.get()) is not None:
+            owner.called(call)
+        return call
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> Any:
+        return _note_server(await super().create_server(*args, **kwargs))
+
+    async def create_unix_server(self, *args: Any, **kwargs: Any) -> Any:
+        return _note_server(await super().create_unix_server(*args, **kwargs))
+
+
 def _note_server(server: Any) -> Any:
     if (owner := in_node.get()) is not None:
         owner.servers.add(server)

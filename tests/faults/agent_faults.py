@@ -30,7 +30,7 @@ from pathlib import Path
 
 from flowrl.environments.episode_processes import episode_process, zygote
 from flowrl.testing import GraphRun, run_graph
-from flowrl.testing.local_hosts import KeptView
+from flowrl.testing.graph_run import KeptView
 from tests.faults.fault_parts import GENERATOR, Fault
 from tests.rigs.run_process import MARK, Run, pids_of
 

@@ -117,6 +117,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "ray_start": set(),
         "resources": set(),
         "ray_cluster": {"ray_guard", "ray_start", "resources"},
+        "local_cluster": set(),
         "job": {"resources"},
         "run_processes": {"ray_cluster", "ray_start", "resources"},
         "lookout": {"run_processes"},
@@ -133,7 +134,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "run_checkpoints",
             "run_records",
         },
-        "launch": {"driver", "job", "ray_cluster", "resources"},
+        "launch": {"driver", "job", "local_cluster", "ray_cluster", "resources"},
     },
     "tasks": {
         "checks": set(),

@@ -45,7 +45,14 @@ OWN = {
 """Command -> the dataclass of its options, which follow one name but for those in NAMELESS."""
 NAMELESS = ("doctor", "quickstart", "gpu-check")
 OF_GRAPHS = {"check": (CheckOptions,), "run": (RunOptions, RunFileOptions), "tune": (TuneOptions,)}
-PLAIN = {"setup": (), "audit": ("--whole",), "show": ("--plain",), "graphs": (), "version": (), "new": ("--from",)}
+PLAIN = {
+    "setup": (),
+    "audit": ("--whole",),
+    "show": ("--plain",),
+    "graphs": (),
+    "version": (),
+    "new": ("--from", "--node"),
+}
 """Command -> its options, of commands without a dataclass."""
 REWARDS = {"reward_func.py": "openrlhf", "train_rewards.py": "trl", "my_reward.py": "verl"}
 """Reward files of the pages for those who come from elsewhere -> whose they are."""

@@ -253,6 +253,7 @@ BROAD_EXCEPTS = {
     "training/loss/function_trial.py: try_function",
     "training/scoring_rank.py: serve_parent",
     "testing/clock.py: VirtualLoop.run_in_executor",
+    "commands/here.py: HereRun._run",
     "testing/graph_run.py: run_in_process",
     "testing/trial.py: run_trial",
     "testing/node_rig.py: NodeRig.__aenter__",

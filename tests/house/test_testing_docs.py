@@ -1,4 +1,4 @@
-"""The files that docs/testing.md is made of, run as a reader would."""
+"""The files that docs/testing.md is made of, and the script of docs/debugging.md, run as a reader would."""
 
 from __future__ import annotations
 
@@ -36,3 +36,11 @@ def test_the_page_on_testing_does_what_it_says(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert f"{found['test_filters.py'].count('def test_')} passed" in done.stdout
+
+
+def test_the_page_on_debugging_does_what_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
+    (code,) = [code for _, code in BLOCK.findall(page)]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("got")] == [f"got g:{n}" for n in range(3)]

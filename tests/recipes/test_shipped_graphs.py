@@ -67,8 +67,8 @@ def test_a_copy_takes_along_the_files_that_it_finds_by_its_own_place(capsys: Cap
 
 
 NEW = {
-    "needs the file to write and the graph to copy": ["new"],
-    "needs the file to write and the graph": ["new", "mine.py"],
+    "needs the file to write, and the graph to copy": ["new"],
+    "needs the file to write, and the graph": ["new", "mine.py"],
     "--from gropo: flowrl has no graph of this name; did you mean grpo?": ["new", "mine.py", "--from", "gropo"],
     "--from zzzz: flowrl has no graph of this name; there are agent_game": ["new", "mine.py", "--from", "zzzz"],
     "mine has to end in .py": ["new", "mine", "--from", "grpo"],

@@ -52,7 +52,12 @@ from flowrl.nodes.generation.responses import (
     WeightUpdates,
     skips_version,
 )
-from flowrl.nodes.generation.vllm_processes import EngineDied, check_vllm_version, stored_problems
+from flowrl.nodes.generation.vllm_processes import (
+    EngineDied,
+    check_vllm_version,
+    prepare_environment,
+    stored_problems,
+)
 from flowrl.nodes.generation.vllm_sampler import EVALUATION, VllmSampler, priority_of
 from flowrl.nodes.model_memory import generator_footprint
 from flowrl.training.engine.requirements import check_python_headers
@@ -217,6 +222,11 @@ class Generator(Node):
     @property
     def replica_name(self) -> str:
         return f"{self.name}/{self.context.replica}"
+
+    def preload(self) -> None:
+        eager, runner = self.engine.enforce_eager is not False, self.engine.runner
+        prepare_environment(cores=self.context.cores, on_gpu=bool(self.context.gpus), eager=eager, runner=runner)
+        import vllm.v1.engine.async_llm  # noqa: F401  # for later
 
     async def setup(self) -> None:
         self._receiver, self._sampler = await self._open_engine()

@@ -102,6 +102,9 @@ class ScoringNode(Node):
 
     # Lifecycle
 
+    def preload(self) -> None:
+        import flowrl.training.scoring_models  # noqa: F401  # for later
+
     async def setup(self) -> None:
         await self.blocking(self.load_model)
 

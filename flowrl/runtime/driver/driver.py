@@ -68,6 +68,7 @@ class Driver:
     ) -> None:
         self.job = job
         self.view = view
+        self.loop = asyncio.get_running_loop()
         self.processes = RunProcesses(cluster, endpoint, self.fail)
         self.tickets = job.make_tickets()
         self._state = state = RunState(job.start_version)

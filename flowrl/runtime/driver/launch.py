@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import pdb
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +42,7 @@ from flowrl.runtime.checkpoints.rundir import (
 from flowrl.runtime.checkpoints.unfinished_evaluation import UnfinishedEvaluation
 from flowrl.runtime.driver.driver import RunSignals
 from flowrl.runtime.driver.job import RunOptions, check_options
+from flowrl.runtime.driver.local_cluster import HereCluster, HereLoop, HereProcess, fit_here
 from flowrl.runtime.driver.ray_cluster import require_same_versions
 from flowrl.runtime.driver.resources import process_slots
 from flowrl.runtime.ledger.ledger_file import Terms
@@ -49,7 +52,7 @@ from flowrl.runtime.telemetry.standard_streams import LastingOutput, print_line
 
 if TYPE_CHECKING:
     from flowrl.runtime.audit.audit import AuditReport
-    from flowrl.runtime.driver.driver import Outcome
+    from flowrl.runtime.driver.driver import Driver, Outcome
     from flowrl.runtime.driver.ray_cluster import RayCluster
     from flowrl.runtime.process.engine import ProcessSpec
     from flowrl.runtime.telemetry.view import View
@@ -96,6 +99,10 @@ class Launch:
     trial: Callable[[], str] | None = None
     """Waits for a trial of the graph, and returns what the user should know of it; called when everything else is
     checked. Raises ConfigError for a mistake."""
+    here: bool = False
+    """Whether all nodes run in this process, without Ray."""
+    driver: Driver | None = None
+    """Runs it, as soon as it begins."""
     called: str = ""
     """The beginning of the name of a directory that the user does not name; "": the graph's name."""
 
@@ -105,14 +112,15 @@ class Launch:
 
         raise_limit()
         reach_directly()
-        cluster = RayCluster()
+        changes = fit_here(self.graph) if self.here else []
+        cluster: Any = HereCluster(HereProcess) if self.here else RayCluster()
         directory = None
         try:
             machines = self._find_machines(cluster)
             with user_code(self.graph_file):
                 check(self.graph, machines).raise_for_problems()
                 directory = self._claim_directory()
-            return self._run_in(directory, machines, cluster)
+            return self._run_in(directory, machines, cluster, changes)
         finally:
             cluster.stop()
             if directory is not None:
@@ -134,7 +142,7 @@ class Launch:
 
     def _find_machines(self, cluster: RayCluster) -> Cluster:
         """Join a running cluster now, because the plan depends on its machines; flowrl's own Ray starts later."""
-        if not os.environ.get("RAY_ADDRESS"):
+        if self.here or not os.environ.get("RAY_ADDRESS"):
             return Cluster.here()
         limit_s = 60 * self.options.start_minutes
         cluster.start(graph_dir=self.graph_file.parent, num_cpus=0, num_gpus=0, limit_s=limit_s)
@@ -144,7 +152,7 @@ class Launch:
             require_same_versions()
         return machines
 
-    def _run_in(self, directory: RunDir, machines: Cluster, cluster: RayCluster) -> Result:
+    def _run_in(self, directory: RunDir, machines: Cluster, cluster: RayCluster, changes: Sequence[str]) -> Result:
         from flowrl.runtime.audit.audit import audit
 
         resumes = self.options.resume and not directory.goes_on
@@ -170,6 +178,8 @@ class Launch:
         view.progress("driver", f"records go to {directory.path}")
         if self.derived:
             view.progress("driver", self.derived)
+        for text in changes:
+            view.warning(f"--here: {text}")
         if resume_from is not None and (changed := directory.changed_config(dump_options(self.config))):
             view.warning(f"--resume has other options than the run was started with: {'; '.join(changed)}")
         if directory.goes_on:
@@ -196,7 +206,8 @@ class Launch:
                     )
                 start = RunStart(directory, plan, version, resume_from, versions)
                 try:
-                    outcome = asyncio.run(self.drive_run(start, cluster, view))
+                    with asyncio.Runner(loop_factory=HereLoop if self.here else None) as runner, self._debug_in(view):
+                        outcome = runner.run(self.drive_run(start, cluster, view))
                 except asyncio.CancelledError:  # a second interrupt
                     raise KeyboardInterrupt from None
         finally:
@@ -205,6 +216,28 @@ class Launch:
             self.unfinished.mark_ended(directory)
         cluster.stop()  # others may use its GPUs while this process audits the ledger
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
+
+    @contextmanager
+    def _debug_in(self, view: View) -> Iterator[None]:
+        """Inside, `breakpoint()` in a node of this process stops the view, and enters a debugger in the caller's frame.
+        A debugger that the user has chosen (PYTHONBREAKPOINT, sys.breakpointhook) is kept."""
+        before = sys.breakpointhook
+
+        def enter_debugger(*args: Any, **options: Any) -> Any:
+            if isinstance(view, LiveView):
+                view.stop_drawing()
+            if before is not sys.__breakpointhook__ or os.environ.get("PYTHONBREAKPOINT"):
+                return before(*args, **options)
+            return pdb.Pdb().set_trace(sys._getframe(1))
+
+        from flowrl.runtime.telemetry.view import LiveView
+
+        if self.here:
+            sys.breakpointhook = enter_debugger
+        try:
+            yield
+        finally:
+            sys.breakpointhook = before
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
         from flowrl.runtime.telemetry.view import Board, SafeConsole, open_view
@@ -226,7 +259,9 @@ class Launch:
             )
 
         output = cast(TextIO, LastingOutput(sys.stdout, say_lost))
-        return open_view(board, SafeConsole(file=output, force_terminal=False if self.options.plain else None))
+        return open_view(
+            board, SafeConsole(file=output, force_terminal=False if self.options.plain or self.here else None)
+        )
 
     def _check_steps(self, version: int, resume_from: Path) -> None:
         steps = self.options.steps
@@ -320,7 +355,11 @@ class Launch:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.fail_unretrieved(context))
         try:
             at_once = self.unfinished is not None
-            with RunSignals(driver, view, at_once=at_once) as signals, self.limit_hours(signals.end_in_time):
+            signals = RunSignals(driver, view, at_once=at_once)
+            # Python takes signals in the main thread only; a run in another one is ended by its owner.
+            taken = signals if threading.current_thread() is threading.main_thread() else nullcontext()
+            with taken, self.limit_hours(signals.end_in_time):
+                self.driver = driver
                 return await driver.run()
         finally:
             await endpoint.close()

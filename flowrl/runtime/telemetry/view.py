@@ -8,6 +8,7 @@ into a rich renderable.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from array import array
 from collections import deque
@@ -378,6 +379,11 @@ class LiveView:
         self._live.update(self._draw(), refresh=True)
         self._live.stop()
 
+    def stop_drawing(self) -> None:
+        """Leave the terminal to a debugger; `close` shows the last picture."""
+        self._live.stop()
+        self._drawn_s = math.inf
+
     def _redraw(self) -> None:
         """Draw the board, unless it was drawn just now: then the next call, or `close`, shows what is new."""
         now = time.monotonic()
@@ -459,6 +465,6 @@ class PlainView:
 
 
 def open_view(board: Board, console: Console | None = None) -> View:
-    """The live view if the console is a terminal, else the plain view."""
+    """The live view if the console is a terminal or a notebook's cell, else the plain view."""
     console = console or SafeConsole()
-    return LiveView(board, console) if console.is_terminal else PlainView(board, console)
+    return LiveView(board, console) if console.is_terminal or console.is_jupyter else PlainView(board, console)

@@ -24,6 +24,18 @@ from flowrl.training.settings import SequenceKind
 T = TypeVar("T")
 
 
+def import_deepspeed(*, on_cpu: bool) -> Any:
+    """DeepSpeed, told which device it is on, and quiet."""
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning, module="torch.distributed")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # importing deepspeed resets the level
+    return deepspeed
+
+
 @dataclass(frozen=True)
 class Gang:
     """A process group of `size` ranks; this one is `rank`."""
@@ -55,8 +67,7 @@ class Gang:
         Also prepares DeepSpeed, which reads its rank from the environment.
         """
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_SIZE": str(size)}
-        if device.type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"
+        deepspeed = import_deepspeed(on_cpu=device.type == "cpu")
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if size == 1:
             # DeepSpeed keeps the first process groups of a process forever, so two trainers in one process share them.
@@ -71,11 +82,6 @@ class Gang:
             store = TCPStore(host, int(port), size, is_master=not rank, timeout=within, master_listen_fd=listening)
             torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
 
-        warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning, module="torch.distributed")
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        import deepspeed
-
-        deepspeed.utils.logger.setLevel(logging.ERROR)  # importing deepspeed resets the level
         # DeepSpeed's shared-memory all-reduce is only used for inference, and compiling it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_init_required=False, verbose=False)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from flowrl.runtime.driver import run_processes
+from flowrl.runtime.driver.local_cluster import LocalCluster, LocalHost, LocalMethod
+from flowrl.runtime.process.engine import ProcessEngine
 from flowrl.testing import graph_run
-from flowrl.testing.local_hosts import LocalCluster, LocalHost, LocalMethod
 
 
 class Died(Exception):
@@ -32,8 +33,8 @@ class Death:
 
 
 class MortalHost(LocalHost):
-    def __init__(self, spec: Any, num_gpus: int, death: Death) -> None:
-        super().__init__(spec, num_gpus)
+    def __init__(self, engine: Any, num_gpus: int, death: Death) -> None:
+        super().__init__(engine, num_gpus)
         self._death = death
         self._over = asyncio.get_running_loop().create_future()
         self._times = 0
@@ -88,15 +89,15 @@ class MortalCluster(LocalCluster):
 
     deaths: Mapping[str, Death] = {}
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, engine: Any = ProcessEngine) -> None:
+        super().__init__(engine)
         self.killed: list[str] = []
         CLUSTERS.append(self)
 
     def spawn(self, actor_class: type, index: int, slot: Any, spec: Any) -> LocalHost:
         if (death := self.deaths.get(slot.process)) is None:
             return super().spawn(actor_class, index, slot, spec)
-        self.actors[slot.process] = MortalHost(spec, slot.gpus, death)
+        self.actors[slot.process] = MortalHost(self.engine(spec), slot.gpus, death)
         return self.actors[slot.process]
 
     def kill(self, host: str) -> None:

@@ -17,11 +17,11 @@ from flowrl.graph.load import load_file, rebuild_graph
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch, RunStart
+from flowrl.runtime.driver.local_cluster import LocalCluster
 from flowrl.runtime.process.actor import ProcessActor
 from flowrl.runtime.process.context import ReplicaPlace
 from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 from flowrl.testing import EIGHT_CORES, GraphRun, run_graph
-from flowrl.testing.local_hosts import LocalCluster
 from flowrl.wire import activity
 from flowrl.wire.connection import IpcTransport
 from flowrl.wire.endpoint import Endpoint
