@@ -27,8 +27,8 @@ from flowrl.options import (
     make_batcher,
     make_generator,
     make_trainer,
+    train_on_groups,
 )
-from flowrl.options import train_on_groups as train_on
 
 
 class Questions(Node):
@@ -138,7 +138,8 @@ def graph(cfg: Proposer) -> Graph:
     g.call(arena.ask, prompts.asked, capacity=4096)
     g.connect(arena.scored, advantage.scored)
     g.call(advantage.outcomes, prompts.outcomes)
-    train_on(g, cfg, prompts.prompts, advantage.groups, batcher, trainer, generator, followers=followers)
+    groups = advantage.groups
+    train_on_groups(g, cfg, prompts.prompts, groups, batcher, trainer, generator, followers=followers)
     add_evaluation(g, cfg, generator)
     cfg.share_devices(g, ("trainer", "reference"))
     return g
