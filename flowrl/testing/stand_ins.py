@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.graph.analysis.numbers import derive_numbers
 from flowrl.graph.analysis.size_rules import most_asked
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Node, Saved
@@ -419,6 +420,10 @@ def stand_in(graph: Graph, directory: Path) -> Graph:
             node.__class__ = type(kind.__name__, (own, kind), about)
         _make_small(node, directory, trains=trains, asked=most_asked(graph)[1])
     graph.time_shared = []
+    groups = derive_numbers(graph).groups_per_batch
+    if graph.admission is not None and groups:
+        # A window over several of the smaller batches would age a group by more versions than the staleness allows.
+        graph.admission = replace(graph.admission, look_ahead=min(graph.admission.look_ahead, groups))
     return graph
 
 
