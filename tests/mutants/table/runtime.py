@@ -54,14 +54,6 @@ MUTANTS = (
         test="tests/nodes/test_nodes_replay.py::test_reused_tokens_have_figures_of_their_own",
     ),
     Mutant(
-        name="reused_spans_unseen",
-        fault="a plain group may have reuses, which the audit of plain groups does not look at",
-        function="PLAIN_SAMPLE",
-        before="AND NOT EXISTS (SELECT 1 FROM main.reuses n WHERE n.sample_id = s.sample_id))",
-        after=")",
-        test="tests/runtime/ledger/test_audit.py::test_each_damage_is_named[a reuse that was fed nothing]",
-    ),
-    Mutant(
         name="offer_lost",
         fault="a checkpoint does not hold the group that waits for its ticket",
         function="Replica.saved",
