@@ -15,7 +15,17 @@ from flowrl.graph.machine import Cluster
 MACHINE = "1x cpus=8 memory=64"
 """What the plans of the pictures are made for."""
 GROUPS = {
-    "Reinforcement learning": ("grpo", "dapo", "rloo", "reinforce_pp", "ppo", "raft", "judge", "custom_node"),
+    "Reinforcement learning": (
+        "grpo",
+        "dapo",
+        "rloo",
+        "reinforce_pp",
+        "ppo",
+        "raft",
+        "judge",
+        "tree_rollouts",
+        "custom_node",
+    ),
     "Preferences and reward models": (
         "dpo",
         "kto",

@@ -128,25 +128,6 @@ class Reply(Message):
         """The content of `message`."""
         return str(self.message.get("content") or "")
 
-    def as_sample(self, prompt: Prompt, text: str) -> Sample:
-        """The rollout of `prompt`, whose `token_ids` were the turn's, with this reply as its response `text`.
-
-        Only the reply is the policy's: a prompt that begins with a part of another rollout has that part as context.
-        """
-        before, tokens = len(prompt.token_ids), len(self.token_ids)
-        return Sample.of_prompt(
-            prompt,
-            response_text=text,
-            token_ids=np.concatenate([prompt.token_ids, self.token_ids]).astype(np.int32),
-            policy_mask=np.arange(before + tokens) >= before,
-            behavior_logprobs=np.concatenate([np.zeros(before, np.float32), self.behavior_logprobs]),
-            versions=np.concatenate([np.full(before, -1, np.int32), self.versions]),
-            prompt_tokens=before,
-            truncated=self.finish_reason != "stop",
-            generator=self.generator,
-            generated_s=time.time(),
-        )
-
 
 def empty_reply(turn: Turn) -> Reply:
     """The reply to a turn that was given up."""

@@ -19,7 +19,7 @@ from flowrl.training.loss.policy_kinds import KINDS
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 ONLINE = ("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo")
-EVERY_ONLINE = (*ONLINE, "distill", "ppo", "custom_node")
+EVERY_ONLINE = (*ONLINE, "distill", "ppo", "custom_node", "tree_rollouts")
 SHARED = (
     "policy",
     "trust_remote_code",

@@ -45,9 +45,12 @@ ONLINE = (
     "custom_node",
     "replay",
     "proposer",
+    "tree_rollouts",
     *AGENTS,
 )
 CLUSTER = Cluster((Machine(cores=(0, 1, 2, 3), memory_bytes=16 * GB),))
+NOT_COMPARED = {"raft", "iterative_dpo", "distill", "replay", "proposer", "tree_rollouts"}
+"""They have no advantages that an estimator compares."""
 ABSENT: dict[str, set[str]] = {
     "objective.dual-clip": {"iterative_dpo"},  # its loss is DPO's
     "dynamic-sampling": {"distill", "proposer"},  # a teacher scores tokens: there are no rewards
@@ -61,6 +64,7 @@ ABSENT: dict[str, set[str]] = {
         "iterative_dpo",
         "replay",
         "proposer",
+        "tree_rollouts",
     },  # they compare rewards, and use no more of them
     "reward-model": {"distill", "proposer", *AGENTS},  # scored by the teacher, or by environment or agent
     "reward-clip": {"distill", "proposer"},  # the teacher's logprobs are no rewards that are compared
@@ -77,10 +81,27 @@ ABSENT: dict[str, set[str]] = {
     "num-prompts": set(),
     "reference.refresh-every": set(),
     "objective.kl-coef": {"iterative_dpo"},  # DPO's loss has a KL to its reference in it: --beta
-    "reward-kl-coef": {"rloo", "reinforce_pp", "ppo", "raft", "iterative_dpo", "distill", "replay", "proposer"},
+    "reward-kl-coef": {
+        "rloo",
+        "reinforce_pp",
+        "ppo",
+        "raft",
+        "iterative_dpo",
+        "distill",
+        "replay",
+        "proposer",
+        "tree_rollouts",
+    },
     # ^ three have it as --kl-coef; of the others the first two compare raw rewards, and the last has none
-    "whiten": {"raft", "iterative_dpo", "distill", "replay", "proposer"},  # they have no advantages that are compared
-    "kl-target": {"raft", "iterative_dpo", "distill", "replay", "proposer"},
+    "whiten": {
+        "raft",
+        "iterative_dpo",
+        "distill",
+        "replay",
+        "proposer",
+        "tree_rollouts",
+    },  # they have no advantages that are compared
+    "kl-target": {"raft", "iterative_dpo", "distill", "replay", "proposer", "tree_rollouts"},
 }
 """Option -> the online graphs that do not have it."""
 

@@ -14,7 +14,7 @@ import pytest
 from flowrl import Call, Facts, In, Node, Out, Prompt, Sample
 from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.messages import Tombstone
-from flowrl.messages.episode import Reply, Turn
+from flowrl.messages.episode import Reply, Turn, make_sample
 from flowrl.runtime.checkpoints.snapshots import read_state
 from flowrl.testing import NodeRecord, NodeRig, lost, run_node, sample
 from flowrl.wire.derived_samples import DerivedNumbers
@@ -307,7 +307,8 @@ class Asking(Node):
             prefix = trunk.token_ids[: trunk.prompt_tokens + 2]
             place = (child.sample_id, child.group_id, 0, 0, self.rollouts.ticket(trunk), child.seed)
             reply = await self.generate(Turn(child.sample_id, *place, token_ids=prefix, max_tokens=3))
-            branch = reply.as_sample(replace(child, token_ids=prefix), "")
+            reply = replace(reply, context_ids=prefix, sample_id=child.sample_id)
+            branch = make_sample(child, [reply])
             if self.shared:
                 branch = replace(branch, policy_mask=np.arange(len(branch.token_ids)) >= len(prefix) - self.shared)
             await self.done.send(branch)

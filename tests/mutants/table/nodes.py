@@ -525,4 +525,12 @@ MUTANTS = (
         after="samples = sum((whiten_samples(g.samples, loss_masks(g.samples, self._mask_staleness, self._num_sent), mean_only=False) for g in groups), ())",
         test="tests/nodes/test_nodes_batch.py::test_whitening_is_over_the_trained_tokens_of_the_whole_batch",
     ),
+    Mutant(
+        name="segments_compared_with_the_root",
+        fault="the end of a trunk is compared with the value of the prompt, not of the cut",
+        function="segment_advantages",
+        before="value - root, sample.reward - value)",
+        after="value - root, sample.reward - root)",
+        test="tests/recipes/test_tree_rollouts.py::test_a_segment_is_compared_with_the_value_of_where_it_begins",
+    ),
 )
