@@ -48,7 +48,18 @@ class Run:
         self.stderr = ""
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flowrl.cli", "run", str(graph), "--run-dir", str(run_dir), "--plain", *options],
+            [
+                sys.executable,
+                "-m",
+                "flowrl.cli",
+                "run",
+                str(graph),
+                "--run-dir",
+                str(run_dir),
+                "--plain",
+                "--try-s=0",
+                *options,
+            ],
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
