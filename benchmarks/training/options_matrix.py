@@ -34,7 +34,7 @@ from flowrl.graph.load import load_file
 
 GRAPHS = (
     *("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo", "distill", "ppo", "custom_node"),
-    *("judge", "teachers"),
+    *("judge", "teachers", "replay", "proposer", "tree_rollouts"),
     *("agent_tools", "agent_game", "step_groups", "agent_openai", "self_play"),
 )
 REWARD_MODEL, URL = "{reward_model}", "{url}"
@@ -66,7 +66,14 @@ OWN_NAMES = {
     ("iterative_dpo", "--reference.refresh-every"): (*REFRESHED, "--reference.weights", "initial"),
 }
 SMALL = ("--steps", "2", "--group-size", "4", "--evaluate", "0")
-GROUPS = {"agent_tools": "4", "agent_game": "8", "step_groups": "8", "agent_openai": "4", "self_play": "4"}
+GROUPS = {
+    "proposer": "4",
+    "agent_tools": "4",
+    "agent_game": "8",
+    "step_groups": "8",
+    "agent_openai": "4",
+    "self_play": "4",
+}
 """Groups of a step where their look-ahead needs more than two."""
 LIMIT_S = 600.0
 Outcome = Literal["ok", "refused", "failed"]

@@ -44,37 +44,36 @@ ONLINE = (
     "ppo",
     "custom_node",
     "replay",
-    "proposer",
     "tree_rollouts",
     *AGENTS,
 )
+IDEAS = ("proposer", "judge", "teachers")
+"""Graphs of nodes of their own, whose options are those that the idea needs."""
 CLUSTER = Cluster((Machine(cores=(0, 1, 2, 3), memory_bytes=16 * GB),))
-NOT_COMPARED = {"raft", "iterative_dpo", "distill", "replay", "proposer", "tree_rollouts"}
+NOT_COMPARED = {"raft", "iterative_dpo", "distill", "replay", "tree_rollouts"}
 """They have no advantages that an estimator compares."""
 ABSENT: dict[str, set[str]] = {
     "objective.dual-clip": {"iterative_dpo"},  # its loss is DPO's
-    "dynamic-sampling": {"distill", "proposer"},  # a teacher scores tokens: there are no rewards
-    "mean-between": {"distill", "proposer"},
-    "max-filtered-per-step": {"distill", "proposer"},
-    "curriculum.chosen": {"distill", "proposer"},
-    "curriculum.by": {"distill", "proposer"},
+    "dynamic-sampling": {"distill"},  # a teacher scores tokens: there are no rewards
+    "mean-between": {"distill"},
+    "max-filtered-per-step": {"distill"},
+    "curriculum.chosen": {"distill"},
+    "curriculum.by": {"distill"},
     "normalise-rewards": {
         "distill",
         "raft",
         "iterative_dpo",
         "replay",
-        "proposer",
         "tree_rollouts",
     },  # they compare rewards, and use no more of them
-    "reward-model": {"distill", "proposer", *AGENTS},  # scored by the teacher, or by environment or agent
-    "reward-clip": {"distill", "proposer"},  # the teacher's logprobs are no rewards that are compared
-    "reward-concurrency": {"distill", "proposer", *AGENTS},
-    "reward-away-s": {"distill", "proposer", *AGENTS},
+    "reward-model": {"distill", *AGENTS},  # scored by the teacher, or by environment or agent
+    "reward-clip": {"distill"},  # the teacher's logprobs are no rewards that are compared
+    "reward-concurrency": {"distill", *AGENTS},
+    "reward-away-s": {"distill", *AGENTS},
     "reward-timeout-s": set(),  # held-out answers have a reward, too
-    "stop-penalty": {"distill", "proposer"},
+    "stop-penalty": {"distill"},
     "overlong-buffer": {
         "distill",
-        "proposer",
         *AGENTS,
     },  # --limits.tokens bounds a context, most of which others have written
     "overlong-filter": set(AGENTS),  # an episode has --limits.on-truncated mask
@@ -89,7 +88,6 @@ ABSENT: dict[str, set[str]] = {
         "iterative_dpo",
         "distill",
         "replay",
-        "proposer",
         "tree_rollouts",
     },
     # ^ three have it as --kl-coef; of the others the first two compare raw rewards, and the last has none
@@ -98,10 +96,9 @@ ABSENT: dict[str, set[str]] = {
         "iterative_dpo",
         "distill",
         "replay",
-        "proposer",
         "tree_rollouts",
     },  # they have no advantages that are compared
-    "kl-target": {"raft", "iterative_dpo", "distill", "replay", "proposer", "tree_rollouts"},
+    "kl-target": {"raft", "iterative_dpo", "distill", "replay", "tree_rollouts"},
 }
 """Option -> the online graphs that do not have it."""
 
@@ -129,7 +126,7 @@ def test_what_one_online_graph_can_all_can(option: str) -> None:
 
 
 def test_every_graph_that_trains_on_samples_is_looked_at() -> None:
-    assert {name for name in GRAPHS if "staleness" in options(name)} == set(ONLINE)
+    assert {name for name in GRAPHS if "staleness" in options(name)} == {*ONLINE, *IDEAS}
 
 
 @pytest.mark.parametrize("name", [name for name in GRAPHS if "engine" in options(name)])
