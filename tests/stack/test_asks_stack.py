@@ -45,14 +45,8 @@ def test_a_reply_has_the_form_of_its_schema(live: Live) -> None:
         assert text_of(live, reply) in choice
     digits = ask(live, 10, messages=messages, schema=ReplySchema(regex="[0-9]{3}"))
     assert len(text_of(live, digits)) == 3 and text_of(live, digits).isdecimal()
-    form = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    told = ask(live, 11, messages=messages, schema=ReplySchema(json=form), sampling=replace(GREEDY, max_tokens=60))
-    assert isinstance(json.loads(text_of(live, told))["a"], bool)
+    told = ask(live, 11, messages=messages, schema=ReplySchema(json={"type": "string", "enum": ["yes", "no"]}))
+    assert json.loads(text_of(live, told)) in ("yes", "no")
 
 
 def test_the_context_of_messages_is_what_the_reply_continues(live: Live) -> None:
