@@ -185,6 +185,7 @@ OURS = {
     "agents/parser_trial.py": "vLLM's parsers, and the policy's tokenizer, which may need a token of the hub",
     "environments/tools/sandbox/sandbox_process.py": "a sandbox, whose variables are fixed (`_write_settings`)",
     "environments/tools/sandbox/sandbox_start.py": "the same",
+    "testing/trial.py": "flowrl itself, which rebuilds the graph as a host does",
 }
 """Modules that start programs of flowrl's own, or of the machine; what the policy writes gets nothing of the run."""
 

@@ -77,6 +77,8 @@ def test_bytes_that_changed_before_they_were_summed_are_found_and_the_older_chec
     whole, rng = (path / STATE).read_bytes(), random.Random(0)
     for seed in range(NUM_SEEDS):
         data = damaged_bytes(whole, rng)
+        if data == whole:  # a random byte may be the one that was there
+            continue
         seal_again(path, data)
         directory = RunDir(copied)
         try:

@@ -26,8 +26,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     made: list[Batch] = []
     piece = TokenBatch.make_batch
 
-    def recorded(self: TokenBatch, groups: Sequence[Group], *, last: bool = True) -> Batch:
-        made.append(piece(self, groups, last=last))
+    def recorded(self: TokenBatch, groups: Sequence[Group], *, last: bool = True, again: Sequence[Group] = ()) -> Batch:
+        made.append(piece(self, groups, last=last, again=again))
         return made[-1]
 
     monkeypatch.setattr(TokenBatch, "make_batch", recorded)

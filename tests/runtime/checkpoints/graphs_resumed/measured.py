@@ -33,6 +33,12 @@ class Generating(SleepingGenerator):
     cpus = 0
 
 
+async def hang_outside(node: Node) -> None:
+    """Waits for something outside of the graph that never comes: no deadlock is proven."""
+    with node.context.outside("what never comes"):
+        await asyncio.get_running_loop().create_future()
+
+
 def happened(node: Node, event: str) -> None:
     with (Path(node.context.run_dir) / "events").open("a") as file:
         file.write(f"{event}\n")
@@ -55,12 +61,12 @@ class Training(SleepingTrainer):
         self.version = version
         happened(self, f"version {version}")
         if f"batch {version}" == self.hangs_at:
-            await asyncio.get_running_loop().create_future()
+            await hang_outside(self)
         await super().publish(version)
 
     async def checkpoint(self, path: str) -> None:
         if self.hangs_at == "checkpoint" and list(Path(path).parent.glob("step_*")):
-            await asyncio.get_running_loop().create_future()
+            await hang_outside(self)
         (Path(path) / "part").mkdir()
         (Path(path) / "part" / "weights").write_text(Path(path).name)
         happened(self, f"writes {Path(path).name}")
@@ -83,7 +89,7 @@ class Evaluating(Node):
 
     async def finish(self) -> None:
         if self.hangs_at == "finish":
-            await asyncio.get_running_loop().create_future()
+            await hang_outside(self)
         self.finished.set()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
@@ -91,7 +97,7 @@ class Evaluating(Node):
         if f"{phase} {step}" == self.fails_at:
             raise RuntimeError("the evaluation is lost")
         if f"{phase} {step}" == self.stays_at:
-            await asyncio.get_running_loop().create_future()
+            await hang_outside(self)
         await asyncio.sleep(0.02)  # a trainer that does not wait makes a version meanwhile
         happened(self, f"answers {phase} {step}")
         row = EvaluationRow(
