@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from flowrl.graph.graph import Graph
 from flowrl.graph.option_types import named, value_of
+from flowrl.graph.ports import Serve
+from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
 from flowrl.models.model_layout import trainer_layout
 from flowrl.nodes import (
@@ -276,11 +278,18 @@ def make_generator(cfg: GraphConfig, sampling: Sampling | None = None, **setting
     )
 
 
-def add_evaluation(g: Graph, cfg: GraphConfig, generator: Generator, *, text: bool = False) -> None:
+def add_evaluation(
+    g: Graph,
+    cfg: GraphConfig,
+    generator: Generator,
+    *,
+    text: bool = False,
+    answering: Serve[Prompt, Sample] | None = None,
+) -> None:
     """Add the evaluation node, whose prompts `generator` answers, unless `cfg` asks for no evaluation.
 
-    `text`: the trained task has texts and no prompts. If the reward of held-out answers names a reward model, they are
-    scored by the one that the graph has.
+    `answering`: the port of another node that answers them, with its help. `text`: the trained task has texts and no
+    prompts. If the reward of held-out answers names a reward model, they are scored by the one that the graph has.
     """
     asked, reward = cfg.get_part(EvaluationOptions), cfg.get_part(TimedReward)
     if not asked.evaluates:
@@ -300,7 +309,7 @@ def add_evaluation(g: Graph, cfg: GraphConfig, generator: Generator, *, text: bo
         **reward.held_out_asking,
     )
     evaluation = g.add("evaluation", held_out)
-    g.call(evaluation.generate, generator.requests)
+    g.call(evaluation.generate, answering or generator.requests)
     for scorer in (node for node in g.nodes.values() if isinstance(node, RewardModel) and held_out.asks_model):
         g.call(evaluation.score, scorer.requests)
 
