@@ -114,5 +114,5 @@ def graph(cfg: PlannerExecutor) -> Graph:
         g.call(team.plan_held_out, planner.requests)
         g.call(team.execute_held_out, executor.requests)
     add_evaluation(g, cfg, planner, answering=team.requests)
-    cfg.share_devices(g, ("trainer", "executor_trainer"))
+    cfg.share_devices(g)
     return g
