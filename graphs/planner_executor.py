@@ -11,13 +11,22 @@ flowrl run planner_executor --steps 60
 """
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flowrl import Ask, Call, Facts, Graph, In, Node, Out, Prompt, Sample, Scored, Serve
 from flowrl.nodes import GroupAdvantage
-from flowrl.options import OnlineConfig, PolicyLoss, add_evaluation, make_batcher, make_generator, make_prompts
+from flowrl.options import (
+    OnlineConfig,
+    PolicyLoss,
+    add_evaluation,
+    make_batcher,
+    make_generator,
+    make_prompts,
+    too_low,
+)
 
 
 class Team(Node):
@@ -77,6 +86,15 @@ class PlannerExecutor(OnlineConfig):
     answers: int = 1
     """Answers of the executor to each plan."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, answers=1)
+        if self.loss.compared_with(self) is not None:
+            yield (
+                "--objective.kl-coef compares with a reference, and two policies would need two; leave it out, or "
+                "train adapters (--lora.rank 32), which have their reference in themselves"
+            )
+
 
 def graph(cfg: PlannerExecutor) -> Graph:
     g, tokens = Graph("planner_executor"), cfg.sampling.max_tokens
@@ -89,7 +107,8 @@ def graph(cfg: PlannerExecutor) -> Graph:
         advantage = g.add(f"{role}advantage", GroupAdvantage(size=cfg.sampling.group_size))
         batcher = g.add(f"{role}batcher", make_batcher(cfg))
         policy = replace(cfg.model, name="executor") if role else cfg.model
-        made = cfg.trainer.build(policy, cfg.loss.build(tokens), temperature=cfg.sampling.temperature)
+        how = {"temperature": cfg.sampling.temperature, "epochs": cfg.steps.epochs}
+        made = cfg.trainer.build(policy, cfg.loss.build(tokens), **how)
         trainer = g.add(f"{role}trainer", made, **cfg.place(cfg.trainer.size, cpus=0.5))
         g.connect(port, advantage.scored)
         g.connect(advantage.groups, batcher.groups)

@@ -34,7 +34,7 @@ from flowrl.graph.load import load_file
 
 GRAPHS = (
     *("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo", "distill", "ppo", "custom_node"),
-    *("judge", "teachers", "replay", "proposer", "tree_rollouts"),
+    *("judge", "teachers", "replay", "proposer", "tree_rollouts", "planner_executor"),
     *("agent_tools", "agent_game", "step_groups", "agent_openai", "self_play"),
 )
 REWARD_MODEL, URL = "{reward_model}", "{url}"

@@ -24,6 +24,9 @@ GROUPS = {
         "raft",
         "judge",
         "tree_rollouts",
+        "replay",
+        "proposer",
+        "planner_executor",
         "custom_node",
     ),
     "Preferences and reward models": (
@@ -35,7 +38,7 @@ GROUPS = {
         "process_reward_model",
     ),
     "Supervised and distillation": ("sft", "distill", "teachers"),
-    "Agents": ("agent_tools", "agent_game", "agent_openai", "self_play"),
+    "Agents": ("agent_tools", "agent_game", "step_groups", "agent_openai", "self_play"),
     "Around training": ("evaluate", "generate", "score"),
 }
 """Heading -> graphs."""

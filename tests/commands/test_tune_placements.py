@@ -188,6 +188,9 @@ def test_every_graph_that_trains_has_placements_and_runs(graph: str) -> None:
         assert graph in ("evaluate", "generate", "pairs", "score", "proposer")
         return
     found, runs = find_placements(one), calibration_runs(find_placements(one, wide=True))
+    if graph == "planner_executor":  # four roles that share their options: no placement but its own
+        assert not runs
+        return
     assert found[0].is_default and runs
     measured = Calibration(tuple((run, made_up(run)) for run in runs))
     assert all(measured.predict_placement(placement) is not None for placement in found), words(found)

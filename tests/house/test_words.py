@@ -33,11 +33,11 @@ GIVEN_UP = {
 ELSEWHERE = {
     "turn": (
         "conversations: tasks, models and nodes that render them, and episodes",
-        r"graph/ports|wire/(asks|items)|testing/|tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/agents|graphs/(agent|self_play|tree_rollouts|judge)",
+        r"graph/ports|wire/(asks|items)|testing/|tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/agents|graphs/(agent|self_play|tree_rollouts|judge|planner)",
     ),
     "turns": (
         "conversations",
-        r"graph/ports|wire/(asks|items)|testing/|tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/(training/reward_accuracy|agents)|graphs/(agent|self_play|tree_rollouts|judge)",
+        r"graph/ports|wire/(asks|items)|testing/|tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/(training/reward_accuracy|agents)|graphs/(agent|self_play|tree_rollouts|judge|planner)",
     ),
     "epoch": (
         "passes over data",

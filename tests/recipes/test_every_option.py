@@ -159,6 +159,8 @@ OF_ONE_GRAPH: Mapping[tuple[str, str], Values] = {
     ("dapo", "objective.vespo_decays"): {**UNCLIPPED, **VESPO},
     ("dapo", "objective.cov_share"): {**UNCLIPPED, "objective.kind": "kl_cov"},
     ("dapo", "objective.ratio_penalty"): {**UNCLIPPED, "objective.kind": "kl_cov"},
+    ("planner_executor", "objective.kl_coef"): {"lora.rank": 2},
+    ("planner_executor", "objective.kl_estimator"): {"lora.rank": 2, "objective.kl_coef": 0.1},
     ("iterative_dpo", "reference"): {"reference.weights": "initial"},
     ("iterative_dpo", "reference.mixup"): {"reference.weights": "initial", "reference.refresh_every": 2},
     ("distill", "lmbda"): {"beta": 0.5},
@@ -194,9 +196,13 @@ REFUSED: Mapping[str, set[str]] = {
     "task.template": AGENTS - {"agent_openai"},
     "task.reasoning": AGENTS - {"agent_openai"},
     "evaluate_task": {"agent_game", "step_groups", "self_play"},  # games have no questions; other environments do
+    **{
+        f"reference.{name}": {"planner_executor"}  # it has none
+        for name in ("gpus", "cpus", "dtype", "token_budget", "refresh_every", "mixup")
+    },
     "credit": {"step_groups"},  # it compares replies in its own way
     "time_share": {"score", "process_reward_model", "reward_model"},  # one node has devices
-    "reference.replicas": {"dpo", "kto"},  # one process computes its logprobs once
+    "reference.replicas": {"dpo", "kto", "planner_executor"},  # one process computes its logprobs once
     "on_limit": {"iterative_dpo"},  # one answer of a pair would be masked
     "overlong_filter": {"iterative_dpo"},
 }
