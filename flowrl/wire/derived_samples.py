@@ -186,7 +186,10 @@ class DerivedSamples:
         node, size = self._open_items.node, body.group_size
         marker = Tombstone(head.group_id, member, "dropped", NOT_DERIVED, node, (sample_id,), size)
         child = self._open_child(parent, marker, DerivedAs(sample_id, label, ""))
-        self._owner.forward([child], marker)
+        if self._owner.skip_sent([child]):  # derived before a checkpoint; the repeated invocation returned early
+            self._owner.use_up([child])
+        else:
+            self._owner.forward([child], marker)
 
 
 def _derived_under(parent: Item, label: str) -> list[Item]:

@@ -497,6 +497,9 @@ class PortOwner(Protocol):
     def book_replies(self, item: Item, body: Message) -> None:
         """If `body` is the rollout of a derived sample from replies that this node asked for, report it, once."""
 
+    def skip_sent(self, items: Sequence[Item]) -> bool:
+        """Whether a checkpoint has messages made from `items`; these count as sent now."""
+
     def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
         """Send `marker` on every out port that sent nothing made from `items`, and end the items after that."""
 

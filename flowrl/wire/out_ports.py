@@ -145,7 +145,11 @@ class Outbound:
     def was_sent(self, made_from: Sequence[Message] | None) -> bool:
         """Whether the next message made from these was sent before the checkpoint; if so, count it as sent now."""
         parents = self._parents_of(made_from)
-        if not parents or not self._left_out(self._next_id(parents), parents):
+        return bool(parents) and self.skip_sent(parents)
+
+    def skip_sent(self, parents: Sequence[Item]) -> bool:
+        """Whether a checkpoint has the next message made from `parents`; if so, count it as sent now."""
+        if not self._left_out(self._next_id(parents), parents):
             return False
         self._advance_ordinal(parents)
         return True
@@ -169,8 +173,6 @@ class Outbound:
 
     async def send_tombstone(self, marker: Tombstone, items: Sequence[Item]) -> None:
         """Send a tombstone in place of the message that would have been made from `items`."""
-        if items[0].derived_from is not None and self._left_out(self._next_id(items), items):
-            return  # the checkpoint has it: the repeated invocation returned before it derived this sample again
         if self.carries_tombstones:
             # The id differs from all ids of the invocations, whatever they had sent before their item was lost.
             key = message_id(sorted(item.envelope.id for item in items), f"{self.port} lost", 0)

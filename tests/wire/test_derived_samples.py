@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.messages import Tombstone
 from flowrl.messages.episode import Reply, Turn, make_sample
 from flowrl.runtime.checkpoints.snapshots import read_state
+from flowrl.runtime.process.replica import Replica
 from flowrl.testing import NodeRecord, NodeRig, lost, run_node, sample
 from flowrl.wire.derived_samples import DerivedNumbers
 
@@ -281,7 +283,11 @@ def test_an_invocation_that_returns_because_all_was_sent_leaves_no_second_place(
             await rig.snapshot(tmp_path / "saved")
 
     asyncio.run(first())
-    record = run_node(Returns(2), resume=tmp_path / "saved")
+    with mock.patch.object(Replica, "use_up", autospec=True, side_effect=Replica.use_up) as use_up:
+        record = run_node(Returns(2), resume=tmp_path / "saved")
+    ended = [item.derived_as.sample_id for call in use_up.call_args_list for item in call.args[1] if item.derived_as]
+    sent = [f"g:{member}/branch.{ordinal}" for member in (0, 1) for ordinal in (0, 1)]
+    assert sorted(ended) == sent, "as sent samples: other trainers are told that they do not come"
     assert record.derived == []
     assert [one.sample_id for one in record.sent("trunks")] == ["g:0", "g:1"]
     assert not {one.member for one in record.tombstones("prompts")} & {2, 3, 5, 6}

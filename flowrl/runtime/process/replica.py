@@ -157,6 +157,10 @@ class Replica:
             assert item.derived_from is not None
             self.context.ledger.asked(body, resumed=getattr(item.derived_from.body, "record", None) is not None)
 
+    def skip_sent(self, items: Sequence[Item]) -> bool:
+        skipped = [out.skip_sent(items) for out in self.outbound.values()]  # each is asked, not up to the first
+        return any(skipped)
+
     async def commit_derived(self, parent_id: str, label: str, samples: Sequence[Prompt]) -> None:
         """Book samples that this node derives. Raises FlowrlError if they would reach no trainer."""
         if not self.trainers:

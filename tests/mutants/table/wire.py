@@ -181,4 +181,12 @@ MUTANTS = (
         after="self._add_member(item, size)",
         test="tests/random_graphs/test_random_graphs.py::test_graphs_in_which_samples_are_derived_hold_what_is_promised",
     ),
+    Mutant(
+        name="derived_place_twice",
+        fault="a derived sample that a checkpoint has sent leaves a second place, when the invocation returns early",
+        function="DerivedSamples._leave_out",
+        before="if self._owner.skip_sent([child]):",
+        after="if not child:",
+        test="tests/wire/test_derived_samples.py::test_an_invocation_that_returns_because_all_was_sent_leaves_no_second_place",
+    ),
 )
