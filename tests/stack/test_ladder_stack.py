@@ -44,6 +44,11 @@ ONLINE = {
     "teachers": (*SMALL, *EVALUATED, "--look-ahead", "2"),
     "rloo": (*SMALL, *EVALUATED, "--normalise-rewards", "--optimizer-steps", "2", "--epochs", "2"),
     "custom_node": (*SMALL, "--on-limit", "mask"),
+    "planner_executor": (*SMALL, *EVALUATED),
+    "proposer": (*SMALL, *EVALUATED),
+    "replay": (*SMALL, *EVALUATED),
+    "step_groups": (*SMALL, *EVALUATED, "--task", "arithmetic", "--look-ahead", "4"),
+    "tree_rollouts": (*SMALL, *EVALUATED),
 }
 OFFLINE = {
     "dpo": ("--batch", "4", "--held-out", "4", *EVALUATED),

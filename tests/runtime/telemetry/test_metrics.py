@@ -365,6 +365,8 @@ metrics.close()
 @pytest.mark.slow
 def test_trackio_keeps_a_run_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     pytest.importorskip("trackio")
     run_dir = tmp_path / "grpo-7"

@@ -52,6 +52,7 @@ class Recorder:
     resume_dir = None
     start_version = 0
     max_staleness = 2
+    max_reused_age = None
     own_clock = False
     gang_address = ""
     weight_routes = ()
