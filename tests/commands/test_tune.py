@@ -269,6 +269,9 @@ def test_graphs_that_do_not_train_and_clusters_without_a_description(
     runs: MadeUpRuns, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["tune", "evaluate"]) == 2 and "evaluate trains nothing" in capsys.readouterr().err
+    for graph in ("proposer", "planner_executor"):
+        assert main(["tune", graph]) == 2
+        assert f"at staleness 0, and {graph} has no such placement" in capsys.readouterr().err and not runs.configs
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert tuned() == 2 and "name the machines of that cluster with --cluster" in capsys.readouterr().err
 

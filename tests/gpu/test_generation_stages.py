@@ -114,14 +114,11 @@ class UpdatedSampler(DrawnSampler):
         super().__init__(model, lambda one: one, TRAINING.temperature)
         self.labels, self.updated, self.version = labels, asyncio.Event(), 0
 
-    def so_far(self, request_id: str) -> Completion:
-        return Completion.copy_of([0] * LONG.max_tokens, [], [], "")
-
     async def complete(
         self, request_id: str, token_ids: Sequence[int], sampling: Sampling, *, seed: int, salt: str = ""
     ) -> Completion:
         found = await super().complete(request_id, token_ids, sampling, seed=seed, salt=salt)
-        if sampling is not LONG:
+        if sampling.max_tokens < LONG.max_tokens:
             return replace(found, versions=np.full(len(found.token_ids), self.version, np.int32))
         await self.updated.wait()
         return replace(found, versions=np.array(self.labels, np.int32))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -90,18 +91,28 @@ def generation_v2(bench: Bench) -> None:
     generation(bench, "v2")
 
 
-async def _generation(
-    bench: Bench, old: TrainerScores, new: TrainerScores, publisher: Publisher, runner: Runner
-) -> None:
+@asynccontextmanager
+async def _sampling(bench: Bench, path: Path, **engine: Any) -> AsyncIterator[tuple[VllmSampler, Receiver]]:
+    """An engine with the model in `path`, whose tokens have version 0, and what receives its further versions."""
     from flowrl.weights.receive import make_receiver
 
     taker = make_receiver((), READER, "gpu-check")
-    eager = None if bench.on_gpu else True
-    sampler = await started(bench, old.path, taker, runner=runner, enforce_eager=eager)
+    sampler = await started(bench, path, taker, **engine)
     try:
         await sampler.pause()
         await sampler.label_tokens(0)
         await sampler.resume()
+        yield sampler, taker
+    finally:
+        await asyncio.to_thread(sampler.close)
+        taker.close()
+
+
+async def _generation(
+    bench: Bench, old: TrainerScores, new: TrainerScores, publisher: Publisher, runner: Runner
+) -> None:
+    eager = None if bench.on_gpu else True
+    async with _sampling(bench, old.path, runner=runner, enforce_eager=eager) as (sampler, taker):
         prompts = random_tokens(PROMPT_LENGTHS)
         await _compare_logprobs(bench, sampler, old, prompts)
         if runner == "v1" or bench.on_gpu:
@@ -110,9 +121,6 @@ async def _generation(
             bench.figure("logprobs at top_p", "left out: Triton's interpreter cannot run vLLM's kernel of top_p")
         await _count_frequencies(bench, sampler, old, prompts[0])
         await _update_amid_requests(bench, sampler, old, new, prompts, taker, publisher)
-    finally:
-        await asyncio.to_thread(sampler.close)
-        taker.close()
 
 
 async def _sample(
@@ -195,19 +203,10 @@ async def _update_amid_requests(
     has its logprobs. Requests that begin afterwards have those of version 1."""
     manifest = await asyncio.to_thread(publisher.publish_version, 1)
     assert manifest is not None
-    names = [f"long-{number}" for number in range(len(prompts))]
-    running = asyncio.gather(
-        *(
-            sampler.complete(name, prompt.tolist(), LONG, seed=number)
-            for number, (name, prompt) in enumerate(zip(names, prompts, strict=True))
-        )
-    )
-    while not all(  # noqa: ASYNC110 - vLLM reports no single token
-        len(part.token_ids) >= LONG.max_tokens // 8 for part in map(sampler.so_far, names) if part is not None
-    ):
-        await asyncio.sleep(0.002)
+    running = asyncio.gather(_sample(sampler, prompts, LONG, "long"))
+    await _sample(sampler, prompts[:1], replace(LONG, max_tokens=LONG.max_tokens // 8), "sign")  # the others run on
     await update(bench, sampler, taker, manifest, "update amid requests")
-    found = list(await running)
+    (found,) = await running
 
     switches = [int(np.searchsorted(one.versions, 1)) for one in found]
     amid = sum(0 < at < LONG.max_tokens for at in switches)
@@ -250,19 +249,9 @@ def attention(bench: Bench) -> None:
 
 
 async def _gap_of_attention(bench: Bench, path: Path, kind: str) -> float:
-    from flowrl.weights.receive import make_receiver
-
-    taker = make_receiver((), READER, "gpu-check")
     extra = (f"attention_backend={kind}",)
-    sampler = await started(bench, path, taker, dtype="bfloat16", extra=extra, enforce_eager=True)
-    try:
-        await sampler.pause()
-        await sampler.label_tokens(0)
-        await sampler.resume()
+    async with _sampling(bench, path, dtype="bfloat16", extra=extra, enforce_eager=True) as (sampler, _):
         prompts = random_tokens(PROMPT_LENGTHS)
         found = await _sample(sampler, prompts, TRAINING, kind)
         expected = await asyncio.to_thread(TrainerScores(path, bench).score, prompts, found, TRAINING.temperature)
         return _mean_gap(found, expected)
-    finally:
-        await asyncio.to_thread(sampler.close)
-        taker.close()

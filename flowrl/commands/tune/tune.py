@@ -132,7 +132,11 @@ def _list_placements(
     found = find_placements(tuned)
     if not found:
         raise GraphError(report.problems or ("no placement of the graph fits; flowrl check says what it needs.",))
-    runs = calibration_runs(find_placements(tuned, wide=True))
+    if not (runs := calibration_runs(find_placements(tuned, wide=True))):
+        raise ConfigError(
+            f"flowrl tune measures each stage by itself, at staleness 0, and {prepared.file.shown} has no such "
+            "placement on these machines; compare placements of yours by flowrl run --steps 20"
+        )
     longest = max(one.ahead for one in (*found, *runs))
     if options.steps < (least := SKIPPED + FEWEST + longest):
         raise ConfigError(

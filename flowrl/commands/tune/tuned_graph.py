@@ -82,13 +82,8 @@ class TunedGraph:
 
     @cached_property
     def trainer(self) -> str:
-        """The main trainer's node. Raises ConfigError if the graph has none, or cannot be measured."""
+        """The main trainer's node. Raises ConfigError if the graph has none."""
         trainers = Branches(self.base_graph).trainers
-        if asking := [name for name, node in self.base_graph.nodes.items() if node.facts().asks]:
-            raise ConfigError(
-                f"flowrl tune measures at staleness 0, where {self.file.shown} cannot run: groups of {asking[0]} wait "
-                "for groups that they ask for; compare placements of yours by flowrl run --steps 20"
-            )
         if not trainers:
             raise ConfigError(
                 f"{self.file.shown} trains nothing, so it has no steps to make shorter; flowrl tune takes graphs with "
