@@ -154,7 +154,8 @@ def test_a_run_filters_fewer_groups_and_says_what_it_chose(tmp_path: Path) -> No
     lines = ran.metrics()
     assert sum(line["prompts_chosen"] for line in lines) > 20
     assert sum(line["prompts_replayed"] for line in lines) > 0
-    assert 0.2 < lines[-1]["chosen_pass_rate"] < 0.8
+    # A line has the mean of what was chosen since the line before it, and nothing if that is none.
+    assert 0.2 < [line["chosen_pass_rate"] for line in lines if "chosen_pass_rate" in line][-1] < 0.8
     assert max(line["all_equal_share"] for line in lines) > 0 and lines[-1]["all_equal_share"] < 1
     assert lines[-1]["prompts_solved"] >= 5 and lines[-1]["prompts_unsolved"] >= 5
     assert "prompts_chosen" not in plain.metrics()[-1]
